@@ -54,6 +54,18 @@ def test_torchs_own_switch_turns_the_choice_off(monkeypatch):
     assert compiled(model, 8, 128, 20, 20)[0] == [False]
 
 
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_as_by_torchs_own_compiler_only_images_are_turned_not_signals_and_volumes(dimensions):
+    convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1]
+    norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dimensions - 1]
+    with torch.device("meta"):
+        model = nn.Sequential(convolution(128, 128, 3), norm(128), nn.ReLU(), convolution(128, 256, 3)).eval()
+    shape = (4, 128) + (12,) * dimensions
+    by_rules, _ = compiled(model, *shape)
+    by_the_compiler, _ = compiled(torch.compile(model), *shape)
+    assert by_rules == by_the_compiler == [dimensions == 2] * 2
+
+
 def test_what_runs_in_channels_last_already_stays():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(128, 128, 3), nn.Conv2d(128, 256, 3)).to(memory_format=torch.channels_last)

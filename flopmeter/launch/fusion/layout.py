@@ -23,7 +23,7 @@ from flopmeter.records import (
     TensorSpec,
     VectorWork,
 )
-from flopmeter.records.memory_format import CHANNELS_LAST, dense_strides, is_channels_last, is_dense
+from flopmeter.records.memory_format import dense_strides, is_channels_last, is_dense
 from flopmeter.torch_names.dispatcher import running_version
 
 # Time of a convolution in channels-last over that in NCHW, as inductor has it. Nobody measured these here.
@@ -37,6 +37,7 @@ NORMALIZATION_NODES = 9
 # torch 2.13 counts the convolutions of a forward graph only, so that a backward graph takes layouts as they come; 2.15
 # counts those of backward too (`decide_layout_opt`, since github.com/pytorch/pytorch/pull/188236).
 BACKWARD_GRAPHS_CHOOSE = running_version() >= (2, 15)
+IMAGE_DIMENSIONS = 4  # of what is turned: `convolution` of _inductor/kernel/conv.py turns no signals and no volumes
 _TURNED = -8  # the number of an op's first storage in the other layout; eager PyTorch's copies have those before
 
 
@@ -103,16 +104,17 @@ def _converted(kernel: Kernel, given: tuple[bool, ...]) -> Iterator[Cost]:
     """What the kernel becomes. `given`: which inputs the region did not make itself."""
     cost, work, op = kernel.cost, kernel.cost.work, kernel.op
     orders_inputs = op.phase != "backward" or BACKWARD_GRAPHS_CHOOSE
-    if cost.access == "statistics" and orders_inputs:
+    if cost.access == "statistics" and orders_inputs and len(op.call.inputs[0].shape) == IMAGE_DIMENSIONS:
         yield replace(cost, access="normalize")  # of channels that lie next to one another
         return
     if cost.op_class == REDUCTION:
         yield replace(cost, reads=tuple(map(_in_channels_last, cost.reads)))
         return
-    if not isinstance(work, ConvolutionWork) or work.shape.channels_last:
+    inputs = op.call.inputs
+    is_turned = isinstance(work, ConvolutionWork) and len(inputs[0].shape) == IMAGE_DIMENSIONS
+    if not isinstance(work, ConvolutionWork) or not is_turned or work.shape.channels_last:
         yield cost
         return
-    inputs = op.call.inputs
     foreign = {spec.storage: spec for spec, is_given in zip(inputs, given, strict=True) if is_given and orders_inputs}
     # The program wants the gradient of the filters as they lie.
     filters = inputs[2].shape if op.phase == "backward" and orders_inputs else None
@@ -155,7 +157,7 @@ def _in_channels_last(region: Region) -> Region:
 
 def _changes_order(spec: TensorSpec) -> bool:
     """Whether its elements lie elsewhere in channels-last."""
-    if len(spec.shape) not in CHANNELS_LAST:
+    if len(spec.shape) != IMAGE_DIMENSIONS:
         return False
     has_one = spec.shape[1] == 1 or spec.numel == spec.shape[0] * spec.shape[1]  # channel, or pixel
     return not has_one and not is_channels_last(spec.shape, spec.stride)
