@@ -739,14 +739,26 @@ def test_norms_that_are_written_out_in_fp32_and_losses_under_autocast_are_no_str
         assert not any("there too" in advice.remedy for advice in meter.report().advice)
 
 
-@pytest.mark.parametrize(("rows", "columns", "reason"), [(65_536, 32, "short or few"), (512, 1_000_000, "too long")])
-def test_short_rows_are_not_said_to_be_too_long_for_the_cache(rows, columns, reason):
+@pytest.mark.parametrize(
+    ("rows", "columns", "reason"),
+    [(65_536, 32, "its rows are short"), (512, 1_000_000, "too long"), (16, 4_000_000, "few rows: 16 for 108 SMs")],
+)
+def test_rows_are_said_to_be_short_few_or_too_long_for_the_cache_as_they_are(rows, columns, reason):
     norm = nn.LayerNorm(columns, device="meta")
     x = torch.empty(rows, columns, device="meta")
     with FlopMeter("a100-sxm4-80gb") as meter:
         for _ in range(20):
             norm(x)
     assert reason in meter.report().hot_spots[0].why
+
+
+def test_a_depthwise_convolution_is_said_to_have_a_filter_for_each_channel_and_no_rows():
+    depthwise = nn.Conv1d(256, 256, 31, groups=256, dtype=torch.bfloat16, device="meta")
+    with torch.no_grad(), FlopMeter("a100-sxm4-80gb") as meter:
+        depthwise(torch.empty(16, 256, 400, dtype=torch.bfloat16, device="meta"))
+    why = meter.report().hot_spots[0].why
+    assert "one filter for each channel" in why
+    assert "whole weight" not in why
 
 
 def test_a_solver_on_one_matrix_is_not_told_to_take_a_larger_batch():

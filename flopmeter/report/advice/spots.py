@@ -33,6 +33,7 @@ from flopmeter.timing.matmul import tile_count
 
 MOST_PLACES = 2  # modules that a row names
 NEAR_PEAK = 0.7  # of the rate that bounds a kernel: above this share a kernel is as good as such kernels get
+FEW_ROWS = 64  # that a weight is read for: with fewer, a product is bound by reading it
 MANY_SECOND_READS = 0.1  # of a kernel's bytes: above this share it is named as the reason
 
 Timed = tuple[Kernel, Timing]
@@ -146,9 +147,7 @@ def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
     if _is_turned(cost, peak) and (not timing.is_compute or item_bytes_of(cost.dtype) <= 2):
         return "the layout is NCHW, which matrix units take by way of copies"
     if not timing.is_compute:
-        shape = next(iter(matmuls_of(cost)), None)
-        few = f", {min(shape.m, shape.n)} rows for the whole weight" if shape and min(shape.m, shape.n) < 64 else ""
-        return f"bound by memory: {figure(cost.executed_flops / max(cost.bytes, 1))} FLOP/B{few}"
+        return f"bound by memory: {_few_flops(cost, timing, device)}"
     if peak.unit != "matrix" and not isinstance(cost.work, ConvolutionWork):
         return f"{cost.dtype} runs on {peak.unit} units"
     if (alignment := alignment_of(cost)) < constants.FULL_ALIGNMENT_BYTES:
@@ -159,6 +158,18 @@ def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
         return f"few tiles: {tiles} for {device.sm_count} SMs"
     share = percent_of(2 * cost.macs - cost.masked_flops, timing.seconds * peak.flop_per_s) / 100
     return f"at {percent(share)} % of the peak" + (", as such kernels get" if share > NEAR_PEAK else "")
+
+
+def _few_flops(cost: Cost, timing: Timing, device: Hardware) -> str:
+    work = cost.work
+    if isinstance(work, ConvolutionWork) and work.implicit.batch > 1 and work.shape.channels == 1:
+        share = percent_of(cost.bytes, timing.seconds * device.bandwidth_bytes_per_s) / 100
+        return f"one filter for each channel, at {percent(share)} % of the bandwidth"
+    intensity = f"{figure(cost.executed_flops / max(cost.bytes, 1))} FLOP/B"
+    rows = min((min(shape.m, shape.n) for shape in matmuls_of(cost)[:1]), default=FEW_ROWS)
+    if rows >= FEW_ROWS or isinstance(work, ConvolutionWork):
+        return intensity
+    return f"{intensity}, {rows} row{'s' * (rows > 1)} for the whole weight"
 
 
 def _is_turned(cost: Cost, peak: Peak) -> bool:
@@ -198,16 +209,19 @@ def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
     share = percent_of(cost.bytes, timing.seconds * report.hardware.bandwidth_bytes_per_s) / 100
     if cost.link_bytes:
         return "it crosses the link between host and device"
+    work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
+    rows = max((reread.rows for reread in work.rereads), default=report.hardware.sm_count)
+    if rows < report.hardware.sm_count and share < NEAR_PEAK:
+        return f"few rows: {rows} for {report.hardware.sm_count} SMs, and no row is shared by two"
     if timing.compute_seconds > timing.memory_seconds and share < NEAR_PEAK:
         return "its threads combine results more than they move bytes"
     if share > NEAR_PEAK:
         return f"bound by memory, at {percent(share)} % of the bandwidth: only fewer bytes help"
-    work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
     missed = sum(reread.nbytes * miss_share(reread, report.hardware) for reread in work.rereads)
     if missed > MANY_SECOND_READS * cost.bytes:
         return "second reads of rows too long to be held"
     if work.rereads:
-        return "the threads of a row wait for memory and for each other: its rows are short or few"
+        return "the threads of a row wait for memory and for each other: its rows are short"
     if cost.access == "strided":
         return "it goes through memory in another order than its input lies"
     if work.index_operations:
