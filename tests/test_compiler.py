@@ -619,10 +619,10 @@ def test_a_backward_graph_that_does_not_compile_runs_eagerly(monkeypatch: pytest
     """It is compiled when the backward pass comes to it."""
     plain = session.lower
 
-    def fails_backward(module: Any, options: dict[str, Any]) -> Any:
+    def fails_backward(module: Any, given: Any, options: dict[str, Any]) -> Any:
         if options.get("is_backward"):
             raise RuntimeError("no such lowering")
-        return plain(module, options)
+        return plain(module, given, options)
 
     monkeypatch.setattr(session, "lower", fails_backward)
     model = on_meta(lambda: nn.Sequential(Mlp(), nn.Dropout(0.1)))

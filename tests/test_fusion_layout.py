@@ -66,6 +66,21 @@ def test_as_by_torchs_own_compiler_only_images_are_turned_not_signals_and_volume
     assert by_rules == by_the_compiler == [dimensions == 2] * 2
 
 
+def test_a_compiled_backward_pass_takes_images_as_the_forward_pass_left_them():
+    """AOTAutograd gives the backward graph's compiler the strides that inductor chose for what is kept, so that dense
+    convolutions go on in channels-last; by the rules as by the compiler."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(128, 128, 3), nn.ReLU(), nn.Conv2d(128, 128, 3), nn.ReLU(), nn.Flatten())
+        image = torch.empty(8, 128, 20, 20, requires_grad=True)
+    for run in (model, torch.compile(model)):
+        with FlopMeter("a100-sxm4-80gb") as meter:
+            run(image).sum().backward()
+        backward = [
+            kernel.cost.work for kernel in meter.report(mode="compiled").kernels if kernel.op.phase == "backward"
+        ]
+        assert [work.shape.channels_last for work in backward if isinstance(work, ConvolutionWork)] == [True] * 4
+
+
 def test_what_runs_in_channels_last_already_stays():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(128, 128, 3), nn.Conv2d(128, 256, 3)).to(memory_format=torch.channels_last)

@@ -54,9 +54,11 @@ def _call_region(body: Callable[..., Any], _name: str, *operands: Any) -> Any:
     return body(*operands)
 
 
-def lower(module: Any, options: dict[str, Any]) -> Lowered:
+def lower(module: Any, given: Sequence[Any], options: dict[str, Any]) -> Lowered:
     """Schedule a graph whose nodes have fake values. Must run inside `posing`.
 
+    `given`: the arguments as torch has them. Those of a backward graph lie as the forward graph left them, which is
+    another layout than the values of its nodes have where inductor turned images to channels-last.
     `options`: those that compile_fx passes on to what compiles one graph. As `_InProcessFxCompile.codegen_and_compile`
     does in torch/_inductor/compile_fx.py, up to the code.
     """
@@ -65,7 +67,8 @@ def lower(module: Any, options: dict[str, Any]) -> Lowered:
     with no_dispatch_modes(), virtualized.set_debug_handler(names.DEBUG_CONTEXT.value()), torch.no_grad():
         pose(module)
         put_on_device(module)
-        inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+        values = (node.meta["val"] for node in module.graph.nodes if node.op == "placeholder")
+        inputs = [_lying_as(other, value) for value, other in zip(values, given, strict=True)]
         shapes = module.shape_env or names.SHAPE_ENV_OF.value(inputs)
         names.VIEW_TO_RESHAPE.value(module)
         fake_mode = names.FAKE_TENSOR_PROP.value(module, inputs)
@@ -85,8 +88,28 @@ def lower(module: Any, options: dict[str, Any]) -> Lowered:
             graph.freeze_runtime_asserts()
             with virtualized.set_graph_handler(graph), virtualized.set_extern_kernel_nodes([]):
                 graph.run(*inputs)
+                _tell_strides(graph)
                 graph._update_scheduler()
                 nodes = list(graph.scheduler.nodes)
                 outputs = frozenset(module.graph.output_node().meta.get("user_visible_output_idxs", ()))
                 nbytes = [node.get_read_write_buffers_sizes() for node in nodes]
                 return Lowered(graph, nodes, nbytes, outputs, memory_taken(graph, nodes))
+
+
+def _lying_as(other: Any, value: Any) -> Any:
+    """The value with the strides of the other."""
+    if not isinstance(value, torch.Tensor) or value.stride() == other.stride():
+        return value
+    return value.as_strided(value.shape, other.stride(), value.storage_offset())
+
+
+def _tell_strides(graph: Any) -> None:
+    """torch asks how the results lie, and hands those that a backward graph takes over to it so."""
+    tracing = names.TRACING_CONTEXT.value()
+    if tracing is None or tracing.output_strides is None:
+        return
+    for result in graph.graph_outputs or ():
+        is_tensor = isinstance(result, names.IR.value) and result.has_tensor_output()
+        strides = result.get_layout().stride if is_tensor else [""]
+        is_known = all(str(stride).isdigit() for stride in strides)  # none follows from a size that may change
+        tracing.output_strides.append(tuple(map(int, strides)) if is_known else None)

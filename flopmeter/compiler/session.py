@@ -275,7 +275,7 @@ class Session:
     def _compile(
         self,
         module: GraphModule,
-        _inputs: Any,
+        inputs: Any,
         *,
         start: functools.partial[CompiledGraph],
         breaks: tuple[GraphBreak, ...],
@@ -288,7 +288,7 @@ class Session:
         graphs, cudagraphs = self._compilation.graphs, options.get("cudagraphs")
         try:
             with self._around_tracing(), posing(self._device), triton_kernels.without_device():
-                lowered = lower(module, options)
+                lowered = lower(module, inputs, options)
         except Exception as error:
             if as_it_was is None:  # the whole function runs eagerly
                 raise
