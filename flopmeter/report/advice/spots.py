@@ -147,7 +147,7 @@ def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
     if _is_turned(cost, peak) and (not timing.is_compute or item_bytes_of(cost.dtype) <= 2):
         return "the layout is NCHW, which matrix units take by way of copies"
     if not timing.is_compute:
-        return f"bound by memory: {_few_flops(cost, timing, device)}"
+        return f"bound by memory, {_few_flops(cost, timing, device)}"
     if peak.unit != "matrix" and not isinstance(cost.work, ConvolutionWork):
         return f"{cost.dtype} runs on {peak.unit} units"
     if (alignment := alignment_of(cost)) < constants.FULL_ALIGNMENT_BYTES:
@@ -162,10 +162,12 @@ def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
 
 def _few_flops(cost: Cost, timing: Timing, device: Hardware) -> str:
     work = cost.work
+    share = (
+        f"at {percent(percent_of(cost.bytes, timing.seconds * device.bandwidth_bytes_per_s) / 100)} % of the bandwidth"
+    )
     if isinstance(work, ConvolutionWork) and work.implicit.batch > 1 and work.shape.channels == 1:
-        share = percent_of(cost.bytes, timing.seconds * device.bandwidth_bytes_per_s) / 100
-        return f"one filter for each channel, at {percent(share)} % of the bandwidth"
-    intensity = f"{figure(cost.executed_flops / max(cost.bytes, 1))} FLOP/B"
+        return f"{share}: one filter for each channel"
+    intensity = f"{share}: {figure(cost.executed_flops / max(cost.bytes, 1))} FLOP/B"
     rows = min((min(shape.m, shape.n) for shape in matmuls_of(cost)[:1]), default=FEW_ROWS)
     if rows >= FEW_ROWS or isinstance(work, ConvolutionWork):
         return intensity
@@ -211,8 +213,10 @@ def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
         return "it crosses the link between host and device"
     work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
     rows = max((reread.rows for reread in work.rereads), default=report.hardware.sm_count)
+    if work.grid is not None and not work.grid.joiners:
+        rows = work.grid.blocks
     if rows < report.hardware.sm_count and share < NEAR_PEAK:
-        return f"few rows: {rows} for {report.hardware.sm_count} SMs, and no row is shared by two"
+        return f"few rows: {rows} for {report.hardware.sm_count} SMs, since no row is shared by two"
     if timing.compute_seconds > timing.memory_seconds and share < NEAR_PEAK:
         return "its threads combine results more than they move bytes"
     if share > NEAR_PEAK:
