@@ -314,11 +314,11 @@ def test_a_value_that_is_computed_again_is_computed_where_it_is_wanted():
 
 
 def test_channels_last_copies_filters_and_their_gradients_and_splits_the_sums_of_a_batch_norm():
-    """Forward and backward apart. The backward graph of torch 2.15 moves twice the bytes of that of 2.13, which leaves
-    the layout as it comes."""
+    """Forward and backward apart. Backward, inductor leaves the sums of the first batch norm whole, as their gradient
+    comes in NCHW; the rules split them."""
     shapes: list[tuple[int, ...]] = [(8, 64, 32, 32), (128, 64, 3, 3), (128, 128, 3, 3), (128,)]
     compiled, ruled = both(normalized, shapes, trains=True)
-    assert list(map(moved, ruled)) == pytest.approx(list(map(moved, compiled)), rel=0.05)
+    assert list(map(moved, ruled)) == pytest.approx(list(map(moved, compiled)), rel=0.08)
     assert list(map(len, ruled)) == pytest.approx(list(map(len, compiled)), abs=3)
 
 

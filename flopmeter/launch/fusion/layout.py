@@ -24,7 +24,6 @@ from flopmeter.records import (
     VectorWork,
 )
 from flopmeter.records.memory_format import dense_strides, is_channels_last, is_dense
-from flopmeter.torch_names.dispatcher import running_version
 
 # Time of a convolution in channels-last over that in NCHW, as inductor has it. Nobody measured these here.
 GROUPED, DEFAULT, NARROWING, SMALL = 1.358, 0.823, 0.725, 0.783
@@ -34,9 +33,6 @@ MOST_NODES_PER_CONVOLUTION = 300  # of the graph: with fewer convolutions the co
 # Nodes of a normalization in the decomposed graph (var_mean and its two results, sub, add, rsqrt, two mul, add); of
 # most other ops there is one. Views have one each.
 NORMALIZATION_NODES = 9
-# torch 2.13 counts the convolutions of a forward graph only, so that a backward graph takes layouts as they come; 2.15
-# counts those of backward too (`decide_layout_opt`, since github.com/pytorch/pytorch/pull/188236).
-BACKWARD_GRAPHS_CHOOSE = running_version() >= (2, 15)
 IMAGE_DIMENSIONS = 4  # of what is turned: `convolution` of _inductor/kernel/conv.py turns no signals and no volumes
 _TURNED = -8  # the number of an op's first storage in the other layout; eager PyTorch's copies have those before
 
@@ -71,8 +67,9 @@ class _Filters(NamedTuple):
 def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kernel]:
     """The kernels, with the convolutions of every region that inductor converts in channels-last.
 
-    What such a region is given otherwise is copied where it is read: the image, and filters larger than one pixel. So
-    are the gradients of these filters, which the program gets in its own layout, where backward graphs choose too.
+    What such a region is given otherwise is copied where it is read: the image, and filters larger than one pixel. A
+    backward graph takes what is kept as the forward graph left it (AOTAutograd hands the strides on), and goes on in
+    channels-last without these copies. The gradients of the filters are copied: the program gets them in its layout.
     """
     if os.environ.get(SWITCH, "1") != "1":
         return kernels
@@ -103,8 +100,8 @@ def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kern
 def _converted(kernel: Kernel, given: tuple[bool, ...]) -> Iterator[Cost]:
     """What the kernel becomes. `given`: which inputs the region did not make itself."""
     cost, work, op = kernel.cost, kernel.cost.work, kernel.op
-    orders_inputs = op.phase != "backward" or BACKWARD_GRAPHS_CHOOSE
-    if cost.access == "statistics" and orders_inputs and len(op.call.inputs[0].shape) == IMAGE_DIMENSIONS:
+    is_backward = op.phase == "backward"
+    if cost.access == "statistics" and len(op.call.inputs[0].shape) == IMAGE_DIMENSIONS:
         yield replace(cost, access="normalize")  # of channels that lie next to one another
         return
     if cost.op_class == REDUCTION:
@@ -115,9 +112,8 @@ def _converted(kernel: Kernel, given: tuple[bool, ...]) -> Iterator[Cost]:
     if not isinstance(work, ConvolutionWork) or not is_turned or work.shape.channels_last:
         yield cost
         return
-    foreign = {spec.storage: spec for spec, is_given in zip(inputs, given, strict=True) if is_given and orders_inputs}
-    # The program wants the gradient of the filters as they lie.
-    filters = inputs[2].shape if op.phase == "backward" and orders_inputs else None
+    foreign = {spec.storage: spec for spec, is_given in zip(inputs, given, strict=True) if is_given and not is_backward}
+    filters = inputs[2].shape if is_backward else None
     reads, writes, after = list(cost.reads), list(cost.writes), []
     for place, region in enumerate(cost.reads):
         spec = foreign.get(region.spec.storage) if region.spec else None
