@@ -84,6 +84,7 @@ def functional_form(key: OpOverload | OpOverloadPacket) -> object:
     return getattr(aten, name[:-1], None) if name.endswith("_") else None
 
 
+@pytest.mark.slow  # two minutes: all samples on the CPU, for what no sample on meta reaches
 def test_every_rule_is_exercised_by_the_cases_or_the_sweep():
     missing = {
         str(key)
