@@ -318,7 +318,8 @@ def test_channels_last_copies_filters_and_their_gradients_and_splits_the_sums_of
     comes in NCHW; the rules split them."""
     shapes: list[tuple[int, ...]] = [(8, 64, 32, 32), (128, 64, 3, 3), (128, 128, 3, 3), (128,)]
     compiled, ruled = both(normalized, shapes, trains=True)
-    assert list(map(moved, ruled)) == pytest.approx(list(map(moved, compiled)), rel=0.08)
+    for ours, theirs, most in zip(ruled, compiled, (0.05, 0.08), strict=True):
+        assert moved(ours) == pytest.approx(moved(theirs), rel=most)
     assert list(map(len, ruled)) == pytest.approx(list(map(len, compiled)), abs=3)
 
 

@@ -108,8 +108,7 @@ def _converted(kernel: Kernel, given: tuple[bool, ...]) -> Iterator[Cost]:
         yield replace(cost, reads=tuple(map(_in_channels_last, cost.reads)))
         return
     inputs = op.call.inputs
-    is_turned = isinstance(work, ConvolutionWork) and len(inputs[0].shape) == IMAGE_DIMENSIONS
-    if not isinstance(work, ConvolutionWork) or not is_turned or work.shape.channels_last:
+    if not isinstance(work, ConvolutionWork) or work.shape.channels_last or len(inputs[0].shape) != IMAGE_DIMENSIONS:
         yield cost
         return
     foreign = {spec.storage: spec for spec, is_given in zip(inputs, given, strict=True) if is_given and not is_backward}

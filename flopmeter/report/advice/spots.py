@@ -161,10 +161,7 @@ def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
 
 
 def _few_flops(cost: Cost, timing: Timing, device: Hardware) -> str:
-    work = cost.work
-    share = (
-        f"at {percent(percent_of(cost.bytes, timing.seconds * device.bandwidth_bytes_per_s) / 100)} % of the bandwidth"
-    )
+    work, share = cost.work, f"at {percent(_bandwidth_share(cost, timing, device))} % of the bandwidth"
     if isinstance(work, ConvolutionWork) and work.implicit.batch > 1 and work.shape.channels == 1:
         return f"{share}: one filter for each channel"
     intensity = f"{share}: {figure(cost.executed_flops / max(cost.bytes, 1))} FLOP/B"
@@ -172,6 +169,10 @@ def _few_flops(cost: Cost, timing: Timing, device: Hardware) -> str:
     if rows >= FEW_ROWS or isinstance(work, ConvolutionWork):
         return intensity
     return f"{intensity}, {rows} row{'s' * (rows > 1)} for the whole weight"
+
+
+def _bandwidth_share(cost: Cost, timing: Timing, device: Hardware) -> float:
+    return percent_of(cost.bytes, timing.seconds * device.bandwidth_bytes_per_s) / 100
 
 
 def _is_turned(cost: Cost, peak: Peak) -> bool:
@@ -208,7 +209,7 @@ def odd_width(cost: Cost) -> int | None:
 
 
 def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
-    share = percent_of(cost.bytes, timing.seconds * report.hardware.bandwidth_bytes_per_s) / 100
+    share = _bandwidth_share(cost, timing, report.hardware)
     if cost.link_bytes:
         return "it crosses the link between host and device"
     work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
