@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -91,28 +91,35 @@ def sweep(
     samples: int | None,
     share: float = 1.0,
     databases: tuple[str, ...] = ("op_db",),
+    without: Collection[str] = (),
 ) -> Iterator[Swept]:
     """Run the samples of every entry, or of a share drawn by seed: forward and, where there is one, backward.
 
     device: "meta", "cpu", or "fake" for FakeTensors on the CPU.
+    without: names of entries to leave out.
     """
     from torch.testing._internal import common_methods_invocations
 
     draw = random.Random(f"{device} {dtype}")
     for database in databases:
         for entry in getattr(common_methods_invocations, database):
-            if dtype in entry.dtypes and draw.random() <= share:
+            if dtype in entry.dtypes and draw.random() <= share and _name_of(entry) not in without:
                 yield from _samples(entry, device, dtype, samples)
 
 
+def _name_of(entry: Any) -> str:
+    return ".".join(filter(None, (entry.name, entry.variant_test_name)))
+
+
 def _samples(entry: Any, device: str, dtype: torch.dtype, most: int | None) -> Iterator[Swept]:
-    name = ".".join(filter(None, (entry.name, entry.variant_test_name)))
     has_gradient = entry.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     torch.manual_seed(0)
     for sample in itertools.islice(inputs_of(entry, dtype, requires_grad=has_gradient), most):
         mode = FakeTensorMode() if device == "fake" else None
         with mode or nullcontext():
-            yield _metered(name, sample, functools.partial(_moved, device=device, mode=mode), entry, has_gradient)
+            yield _metered(
+                _name_of(entry), sample, functools.partial(_moved, device=device, mode=mode), entry, has_gradient
+            )
 
 
 def _metered(name: str, sample: Any, move: Callable[[Any], Any], entry: Any, has_gradient: bool) -> Swept:
