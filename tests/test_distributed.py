@@ -12,6 +12,7 @@ from torch import nn
 from torch._C import _dispatch_get_all_op_names as all_op_names
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from flopmeter import FlopMeter
 from flopmeter.costs import RULES, kernels_of
@@ -30,7 +31,8 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind():
     def patched() -> list[object]:
-        return [private.FakeWork.wait, private.Work.wait, torch.UntypedStorage.resize_, dist.DeviceMesh.__init__]
+        meshes = [getattr(dist.DeviceMesh, name) for name in ("__init__", "__eq__", private.CONCATENATE)]
+        return [private.FakeWork.wait, private.Work.wait, torch.UntypedStorage.resize_, *meshes]
 
     before = patched()
     yield
@@ -60,6 +62,31 @@ def test_a_program_may_make_the_mesh_of_the_gpus_that_it_asks_for():
     assert [kernel.cost.collective for kernel in kernels_of(meter.trace) if kernel.cost.collective] == [
         Collective("all_gather", 4 * 8 * 4, (0, 4))
     ]
+
+
+def test_two_meshes_are_equal_where_torch_says_so():
+    with world(8, {"dp": 4, "tp": 2}) as mesh:
+        same = dist.init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))
+        renamed = dist.init_device_mesh("cuda", (4, 2), mesh_dim_names=("tp", "dp"))
+        meshes = [mesh, same, renamed, mesh["dp"], mesh["tp"], same["tp"], "no mesh"]
+        kinds = [0, 0, 1, 2, 3, 3, 4]
+        for _ in range(2):
+            assert [[one == other for other in meshes] for one in meshes] == [[a == b for b in kinds] for a in kinds]
+        assert len(set(meshes)) == 5
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_fsdp_joins_its_mesh_with_that_of_tensor_parallelism_once_however_many_layers_there_are(layers, monkeypatch):
+    joined = []
+    plain = dist.DeviceMesh._concatenate
+    monkeypatch.setattr(dist.DeviceMesh, "_concatenate", staticmethod(lambda meshes: joined.append(1) or plain(meshes)))
+    with world(8, {"dp": 4, "tp": 2}) as mesh:
+        dp, tp = mesh["dp"], mesh["tp"]
+        model = nn.Sequential(*(nn.Linear(4, 8, device="meta") for _ in range(layers)))
+        parallelize_module(model, tp, {str(place): ColwiseParallel() for place in range(layers)})
+        fully_shard(model, mesh=dp)
+        assert {weight.device_mesh.mesh_dim_names for weight in model.parameters()} == {("dp", "tp")}
+    assert len(joined) == 1
 
 
 def test_a_world_without_a_mesh_has_one_dimension():

@@ -41,6 +41,8 @@ def runs_on_meta(gpus_per_node: int | None, rank: int, *, has_host: bool = False
             mock.patch.object(torch, "meta", meta_device(gpus_per_node, rank), create=True),
             # Programs ask for meshes of the device that they run on.
             mock.patch.object(DeviceMesh, "__init__", _on_meta(DeviceMesh.__init__)),
+            mock.patch.object(DeviceMesh, "__eq__", _asked_once(DeviceMesh.__eq__)),
+            mock.patch.object(DeviceMesh, private.CONCATENATE, _joined_once()),
             # FSDP2 refuses parameters on meta, since on a GPU somebody would have forgotten to initialize them.
             mock.patch.object(private.FSDPParamGroup, "_validate_no_meta_params", _skip),
             # DDP compares the parameters' shapes among ranks, by values that meta tensors do not have.
@@ -136,6 +138,27 @@ def _on_meta(make: Any) -> Any:
         make(mesh, "meta" if device_type == "cuda" else device_type, *args, **kwargs)
 
     return made
+
+
+def _asked_once(plain: Any) -> Any:
+    """A mesh of 16,384 ranks keeps them in a tuple, so to compare two takes as long as dozens of ops, and DTensor does
+    for nearly each. FSDP2 joins the same two anew for each parameter."""
+    answers: dict[tuple[int, ...], tuple[Any, Any]] = {}  # by the identities of arguments, which it keeps
+
+    @functools.wraps(plain)
+    def answer(*meshes: Any) -> Any:
+        key = tuple(map(id, meshes))
+        if key not in answers:
+            answers[key] = meshes, plain(*meshes)
+        return answers[key][1]
+
+    return answer
+
+
+def _joined_once() -> Any:
+    plain = getattr(DeviceMesh, private.CONCATENATE)
+    joined = _asked_once(lambda *meshes: plain([*meshes]))
+    return staticmethod(lambda meshes: joined(*meshes))
 
 
 def _heard_wait(wait: Any) -> Any:

@@ -33,6 +33,8 @@ CHECK_HOOK = "_check_comm_hook"
 _needed("torch.nn.parallel", f"DistributedDataParallel.{CHECK_HOOK}", "how DDP's bf16 hook runs on meta")
 FLATTEN = "_flatten"
 _needed("torch.distributed.device_mesh", f"DeviceMesh.{FLATTEN}", "how plan shards over two dimensions of a mesh")
+CONCATENATE = "_concatenate"
+_needed("torch.distributed.device_mesh", f"DeviceMesh.{CONCATENATE}", "how FSDP2 joins its mesh with that of TP")
 CHECK_BATCH = "_check_p2p_op_list"
 _needed("torch.distributed.distributed_c10d", CHECK_BATCH, "which sends and receives run as one kernel")
 _needed("torch._C._distributed_c10d", "Reducer._rebuild_buckets", "when DDP makes its buckets anew")
