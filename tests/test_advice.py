@@ -105,6 +105,27 @@ def test_channels_last_is_told_of_fp32_convolutions_where_they_run_in_tf32_on_ma
     assert told == pytest.approx([before.seconds - mended.seconds] * len(told), rel=0.05)
 
 
+@pytest.mark.parametrize(("device", "is_told"), [("l4", False), ("h100-sxm5-80gb", True)])
+def test_channels_last_is_priced_with_the_copies_of_instance_norms(device, is_told):
+    """They take images in NCHW and hand them on so: a copy before each, and one in the convolution that follows."""
+
+    def report(is_mended):
+        with torch.device("meta"):
+            first = [nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.InstanceNorm2d(64, affine=True), nn.ReLU()]
+            model = nn.Sequential(*first, nn.Conv2d(64, 256, 3, bias=False), nn.ReLU()).to(HALF)
+            x = torch.empty(64, 64, 128, 128, dtype=HALF)
+        layout = torch.channels_last if is_mended else torch.contiguous_format
+        model = model.to(memory_format=layout)
+        with FlopMeter(device) as meter:
+            model(x.to(memory_format=layout)).sum().backward()
+        return meter.report()
+
+    before, mended = report(is_mended=False), report(is_mended=True)
+    told = [each.gain_seconds for each in before.advice if "channels_last" in each.remedy]
+    assert (before.seconds - mended.seconds > 0.03 * before.seconds) == is_told
+    assert told == pytest.approx([before.seconds - mended.seconds] * is_told, rel=0.05)
+
+
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_program_of_ranks_is_told_what_one_gpu_is(ranks):
     """DDP's reductions run on a stream of their own. With one rank they are nothing, and any advice may be given."""

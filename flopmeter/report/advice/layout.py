@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 
 import torch
 
 from flopmeter.records import ConvolutionWork, Op, TensorSpec, Trace
 from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.report.advice.remedies import Proposal, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import in_place_of, with_ops, with_tensors
+from flopmeter.report.advice.rewrite import in_place_of, is_view, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten_overloads
 
@@ -27,14 +27,19 @@ def channels_last(report: Report) -> Iterator[Proposal]:
     if not any(report.hardware.contraction_peak(name).unit == "matrix" for name in nchw):
         return
     trace = trace_of(report)
-    images = _images(trace)
+    shapes = _images(trace)
+    images = shapes.keys() - _regrouped(trace, shapes)
 
-    def turned(spec: TensorSpec, is_image: object) -> TensorSpec:
-        strides = dense_strides(spec.shape, channels_last=True)
-        return spec._replace(stride=strides) if is_image and _is_nchw(spec) else spec
+    def turned(spec: TensorSpec, shape: object) -> TensorSpec:
+        """`shape`: that of the image it lies in, or None."""
+        if not isinstance(shape, tuple) or not _is_nchw(spec) or _regroups(spec, shape):
+            return spec
+        return spec._replace(stride=dense_strides(spec.shape, channels_last=True))
 
-    then = with_tensors(trace, turned, lambda number: number in images)
-    turns = {index: _turn(trace.ops[index], spec, turned(spec, True)) for index, spec in _given(trace, images)}
+    then = with_tensors(trace, turned, lambda number: shapes[number] if number in images else None)
+    turns = {index: _turn(trace.ops[index], spec, turned(spec, spec.shape)) for index, spec in _given(trace, images)}
+    for index, spec in _viewed(trace, shapes, images):
+        turns[index] = _turn(trace.ops[index], turned(spec, spec.shape), spec, torch.contiguous_format)
     yield Proposal(
         "convolutions and what is between them", lambda kernel: any(number in images for number in kernel.op.storages),
         "images lie as NCHW; matrix units take NHWC, and copies turn them",
@@ -47,7 +52,13 @@ def _is_nchw(spec: TensorSpec) -> bool:
     return len(spec.shape) == 4 and is_dense(spec.shape, spec.stride, channels_last=False)
 
 
-def _given(trace: Trace, images: set[int]) -> Iterator[tuple[int, TensorSpec]]:
+def _regroups(spec: TensorSpec, shape: tuple[int, ...]) -> bool:
+    """Whether batch and channels of an image of that shape are other ones here, as instance norms take all channels of
+    a batch for those of one image. In NHWC they do not lie one after the other: such a view is a copy to NCHW."""
+    return spec.shape[2:] == shape[2:] and spec.shape != shape
+
+
+def _given(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
     """Images that the program makes of no others, each with the op that makes something else of it first."""
     left = {number for number in images if trace.storages[number].role is None}
     for index, op in enumerate(trace.ops):
@@ -62,18 +73,49 @@ def _given(trace: Trace, images: set[int]) -> Iterator[tuple[int, TensorSpec]]:
             left -= made
 
 
-def _turn(op: Op, spec: TensorSpec, turned: TensorSpec) -> Op:
+def _viewed(trace: Trace, shapes: Mapping[int, tuple[int, ...]], images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
+    """Views that regroup an image, each with the image."""
+    for index, op in enumerate(trace.ops):
+        if is_view(op):
+            (image, *_), (view, *_) = op.inputs, op.outputs
+            if image.storage in images and _is_nchw(image) and _regroups(view, image.shape):
+                yield index, image
+
+
+def _turn(
+    op: Op, spec: TensorSpec, turned: TensorSpec, memory_format: torch.memory_format = torch.channels_last
+) -> Op:
     """The copy that turns an image before an op. Its result has the image's place, which does not change the price."""
-    options = {"memory_format": torch.channels_last}
+    options = {"memory_format": memory_format}
     return in_place_of(op, aten_overloads.clone.default, (spec,), options, (spec,), (turned,))
 
 
-def _images(trace: Trace) -> set[int]:
-    """Storages that convolutions touch, and those that ops on tensors of four dimensions make of them or for them."""
+def _images(trace: Trace) -> dict[int, tuple[int, ...]]:
+    """Storages that convolutions touch, and those that ops on tensors of four dimensions make of them or for them, with
+    the shape in which each is met first."""
     images: set[int] = set()
     for ops in (trace.ops, trace.ops[::-1]):  # forwards for what is made of them, backwards for their gradients
         for op in ops:
-            is_convolution = "convolution" in op.call.name
-            if is_convolution or any(number in images for number in op.storages):
+            if _is_convolution(op) or any(number in images for number in op.storages):
                 images |= {spec.storage for spec in (*op.inputs, *op.outputs) if len(spec.shape) == 4}
-    return images
+    shapes: dict[int, tuple[int, ...]] = {}
+    for op in trace.ops:
+        for spec in (*op.inputs, *op.outputs):
+            if spec.storage in images and len(spec.shape) == 4:
+                shapes.setdefault(spec.storage, spec.shape)
+    return shapes
+
+
+def _is_convolution(op: Op) -> bool:
+    return "convolution" in op.call.name
+
+
+def _regrouped(trace: Trace, shapes: Mapping[int, tuple[int, ...]]) -> set[int]:
+    """What is made of images that are regrouped, until a convolution turns it: it stays in NCHW."""
+    found: set[int] = set()
+    for op in trace.ops:
+        read = [spec for spec in op.inputs if spec.storage in shapes and len(spec.shape) == 4]
+        if any(spec.storage in found or _regroups(spec, shapes[spec.storage]) for spec in read):
+            if not _is_convolution(op):
+                found |= {spec.storage for spec in op.outputs} - {spec.storage for spec in op.inputs}
+    return found
