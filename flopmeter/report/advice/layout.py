@@ -115,7 +115,7 @@ def _regrouped(trace: Trace, shapes: Mapping[int, tuple[int, ...]]) -> set[int]:
     found: set[int] = set()
     for op in trace.ops:
         read = [spec for spec in op.inputs if spec.storage in shapes and len(spec.shape) == 4]
-        if any(spec.storage in found or _regroups(spec, shapes[spec.storage]) for spec in read):
-            if not _is_convolution(op):
-                found |= {spec.storage for spec in op.outputs} - {spec.storage for spec in op.inputs}
+        is_kept = any(spec.storage in found or _regroups(spec, shapes[spec.storage]) for spec in read)
+        if is_kept and not _is_convolution(op):
+            found |= {spec.storage for spec in op.outputs} - {spec.storage for spec in op.inputs}
     return found
