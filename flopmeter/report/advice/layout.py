@@ -82,9 +82,7 @@ def _viewed(trace: Trace, shapes: Mapping[int, tuple[int, ...]], images: Set[int
                 yield index, image
 
 
-def _turn(
-    op: Op, spec: TensorSpec, turned: TensorSpec, memory_format: torch.memory_format = torch.channels_last
-) -> Op:
+def _turn(op: Op, spec: TensorSpec, turned: TensorSpec, memory_format: torch.memory_format = torch.channels_last) -> Op:
     """The copy that turns an image before an op. Its result has the image's place, which does not change the price."""
     options = {"memory_format": memory_format}
     return in_place_of(op, aten_overloads.clone.default, (spec,), options, (spec,), (turned,))
