@@ -11,11 +11,11 @@ from torch.nn.attention import SDPBackend
 from flopmeter.as_cuda import CudaTarget
 from flopmeter.as_cuda.attention_rules import Operand, SdpaCall, Settings, choose, rules_for
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.records import Op, TensorSpec
 from flopmeter.records.memory_format import dense_strides
-from flopmeter.report.advice.rewrite import in_place_of, with_ops
+from flopmeter.report.advice.rewrite import in_place_of
 from flopmeter.torch_names.dispatcher import running_version
-from flopmeter.torch_names.operators import aten, aten_overloads
+from flopmeter.torch_names.operators import aten_overloads
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -70,24 +70,6 @@ def fused(
 def _settings(is_causal: bool, bias: Bias | None) -> dict[str, Any]:
     settings = {"dropout_p": 0.0, "is_causal": is_causal}
     return settings if bias is None else settings | {"attn_bias": bias.spec}
-
-
-def with_chosen_kernels(trace: Trace, device: Hardware) -> Trace:
-    """The trace after a change of types: what ran on the kernel that takes any runs on the one for these."""
-    ends = {getattr(aten, f"_scaled_dot_product_efficient_attention{end}"): end for end in ("", "_backward")}
-    put_in = {}
-    for index, op in enumerate(trace.ops):
-        call, end = op.call, ends.get(op.call.func.overloadpacket)
-        if end is None or isinstance(call.argument("attn_bias"), TensorSpec):
-            continue
-        q, k, v = call.inputs[1:4] if end else call.inputs[:3]
-        settings = {name: call.argument(name) for name in ("dropout_p", "is_causal")}
-        try:
-            backend = backend_of((q, k, v), device, is_causal=settings["is_causal"], dropout=settings["dropout_p"])
-        except NoKernelError:
-            continue
-        put_in[index] = with_kernel(op, backend, end, **settings)
-    return with_ops(trace, (), put_in)
 
 
 def with_kernel(op: Op, backend: str, end: str, *, is_causal: bool, dropout_p: float) -> Op:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 
 import torch
@@ -37,9 +38,11 @@ def channels_last(report: Report) -> Iterator[Proposal]:
         return spec._replace(stride=dense_strides(spec.shape, channels_last=True))
 
     then = with_tensors(trace, turned, lambda number: shapes[number] if number in images else None)
-    turns = {index: _turn(trace.ops[index], spec, turned(spec, spec.shape)) for index, spec in _given(trace, images)}
+    turns = defaultdict[int, list[Op]](list)
+    for index, spec in _given(trace, images):
+        turns[index].append(_turn(trace.ops[index], spec, turned(spec, spec.shape)))
     for index, spec in _viewed(trace, shapes, images):
-        turns[index] = _turn(trace.ops[index], turned(spec, spec.shape), spec, torch.contiguous_format)
+        turns[index].append(_turn(trace.ops[index], turned(spec, spec.shape), spec, torch.contiguous_format))
     yield Proposal(
         "convolutions and what is between them", lambda kernel: any(number in images for number in kernel.op.storages),
         "images lie as NCHW; matrix units take NHWC, and copies turn them",

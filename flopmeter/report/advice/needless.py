@@ -12,7 +12,8 @@ from torch._ops import OpOverload
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
-from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_chosen_kernels, with_kernel
+from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
+from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_kernel
 from flopmeter.report.advice.remedies import (
     Proposal,
     are_in_torch,

@@ -20,7 +20,8 @@ from flopmeter.device.hardware import Hardware, HardwareError, Unit
 from flopmeter.launch.modes import modes_beyond
 from flopmeter.records import Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
-from flopmeter.report.advice.fused_attention import with_chosen_kernels
+from flopmeter.report.advice.autocast import autocast
+from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
 from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, odd_width, timed
 from flopmeter.report.quantities import counted, percent_of, with_prefix
@@ -319,15 +320,19 @@ def narrower_numbers(report: Report) -> Iterator[Proposal]:
     name, bytes_too = str(narrow).removeprefix("torch."), wide is not torch.bfloat16
     reasons = [f"twice the bytes of {name}"] * bytes_too
     reasons += ["no matrix units for it"] * (units[0] != "matrix" == units[1])
-    beside = {
-        torch.float64: ", and data made by NumPy too",
-        fp32: ", or torch.autocast where weights have to stay fp32",
-    }
-    then = with_chosen_kernels(with_tensors(trace_of(report), narrowed, dtypes={wide: narrow}), device)
+    beside = ", and data made by NumPy too" if wide is torch.float64 else ""
+    trace = trace_of(report)
+    if wide is fp32:
+        under_autocast = autocast(trace, narrow)
+        beside = ", or torch.autocast where weights have to stay fp32"
+        if under_autocast is not None:
+            seconds = priced(report, with_chosen_kernels(under_autocast, device)).seconds
+            beside += f" (then {with_prefix(seconds, 's')})"
+    then = with_chosen_kernels(with_tensors(trace, narrowed, dtypes={wide: narrow}), device)
     yield Proposal(
         all_kernels(report), everything,
         f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}",
-        f"{name}: model.to(torch.{name}){beside.get(wide, '')}", priced(report, then),
+        f"{name}: model.to(torch.{name}){beside}", priced(report, then),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -97,25 +97,24 @@ def with_ops(
     trace: Trace,
     dropped: Collection[int],
     put_in: Mapping[int, Op] | None = None,
-    put_before: Mapping[int, Op] | None = None,
+    put_before: Mapping[int, Sequence[Op]] | None = None,
 ) -> Trace:
     """The trace without the ops of these indices; ops of `put_in` stand at their own indices, whether the op there is
-    dropped or not, and those of `put_before` before the ops there.
+    dropped or not, and those of `put_before` before the ops there, or at the end.
 
     Module calls between dropped ops go with them: the host makes them for those ops.
     """
     put_in, put_before, gone = put_in or {}, put_before or {}, set(dropped) - set(put_in or {})
     calls_before = [now - before for before, now in zip((0, *trace.module_calls), trace.module_calls, strict=False)]
     ops, calls, place = list[Op](), list[int](), list[int]()  # `place`: of each old op among the new ones
-    for index, op in enumerate(trace.ops):
-        if index in put_before:
-            ops.append(put_before[index])
-            calls.append(0)
+    for index in range(len(trace.ops) + 1):
+        new = put_before.get(index, ())
+        ops.extend(new)
+        calls.extend(0 for _ in new)
         place.append(len(ops))
-        if index not in gone:
-            ops.append(put_in.get(index, op))
+        if index < len(trace.ops) and index not in gone:
+            ops.append(put_in.get(index, trace.ops[index]))
             calls.append(calls_before[index])
-    place.append(len(ops))
     storages = [
         dataclasses.replace(
             storage,

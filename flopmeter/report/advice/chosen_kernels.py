@@ -1,0 +1,62 @@
+"""A trace whose tensors have other types: where CUDA chooses a kernel by the type, the ops are those of the new one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from flopmeter.device.hardware import Hardware
+from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_kernel
+from flopmeter.report.advice.rewrite import with_ops
+from flopmeter.torch_names.operators import aten, aten_overloads
+
+_ATTENTION = {getattr(aten, f"_scaled_dot_product_efficient_attention{end}"): end for end in ("", "_backward")}
+
+
+def with_chosen_kernels(trace: Trace, device: Hardware) -> Trace:
+    """Attention that ran on the kernel that takes any type, and batch norms that ran on cuDNN's."""
+    put_in = {}
+    for index, op in enumerate(trace.ops):
+        packet = op.call.func.overloadpacket
+        if packet in _ATTENTION:
+            chosen = _attention(op, _ATTENTION[packet], device)
+        elif packet in (aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward):
+            chosen = _batch_norm(op)
+        else:
+            continue
+        if chosen is not None:
+            put_in[index] = chosen
+    return with_ops(trace, (), put_in)
+
+
+def _attention(op: Op, end: str, device: Hardware) -> Op | None:
+    call = op.call
+    if isinstance(call.argument("attn_bias"), TensorSpec):
+        return None
+    q, k, v = call.inputs[1:4] if end else call.inputs[:3]
+    settings = {name: call.argument(name) for name in ("dropout_p", "is_causal")}
+    try:
+        backend = backend_of((q, k, v), device, is_causal=settings["is_causal"], dropout=settings["dropout_p"])
+    except NoKernelError:
+        return None
+    return with_kernel(op, backend, end, **settings)
+
+
+def _batch_norm(op: Op) -> Op | None:
+    """cuDNN takes no bf16, and fp16 with weights in fp32 alone (select_batch_norm_backend, ATen/native/
+    Normalization.cpp)."""
+    call = op.call
+    tensor, weight = call.argument("input"), call.argument("weight")
+    if torch.bfloat16 not in (tensor.dtype, weight.dtype) and (tensor.dtype, weight.dtype) != (torch.float16,) * 2:
+        return None
+    if call.func.overloadpacket is aten.cudnn_batch_norm:
+        new = dataclasses.replace(call, func=aten_overloads.native_batch_norm.default, outputs=call.outputs[:3])
+        return op._replace(call=new)
+    names = ("grad_output", "input", "weight", "running_mean", "running_var", "save_mean", "save_var")
+    given = [call.argument(name) for name in names]
+    args = (*given, True, call.argument("epsilon"), (True, True, True))
+    inputs = tuple(each for each in given if isinstance(each, TensorSpec))
+    func = aten_overloads.native_batch_norm_backward.default
+    return op._replace(call=dataclasses.replace(call, func=func, args=args, kwargs={}, inputs=inputs))
