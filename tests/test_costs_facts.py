@@ -135,7 +135,7 @@ def test_images_that_lie_alike_are_joined_in_runs_and_others_element_by_element(
 
 def test_rows_of_whole_vectors_are_looked_up_as_vectors_and_others_number_by_number():
     """A load takes 16 bytes: rows of 8 fp32 are two, rows of 6 are none."""
-    ids = meta(5, dtype=torch.int64)
+    ids = meta(17, dtype=torch.int64)
     for width, is_looked_up in ((8, False), (6, True)):
         (cost,) = costs_of(calls_of(lambda width=width: F.embedding(ids, meta(100, width)))[-1])
         assert (cost.work.index_operations > 0) is is_looked_up

@@ -94,22 +94,23 @@ WALKS = {
         "max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool2d_with_indices_backward",
         "max_pool3d_with_indices_backward", "adaptive_max_pool2d", "adaptive_max_pool3d",
     },
-    "gather": {"_unsafe_index", "_unsafe_masked_index", "embedding", "gather", "index", "index_select", "take"},
+    "gather": {"_unsafe_index", "_unsafe_masked_index", "take"},
     "scatter": {
         "index_add", "scatter_add", "scatter_reduce",
     },
     "stream": {
         "_batch_norm_no_update", "_native_batch_norm_legit_no_training", "batch_norm_elemt",
-        "batch_norm_backward_elemt",
+        "batch_norm_backward_elemt", "_embedding_bag", "_embedding_bag_forward_only",
     },
     "channels": {
         "native_group_norm", "native_group_norm_backward",
     },
     "statistics": {"_batch_norm_with_update", "batch_norm_backward"},
 }  # fmt: skip
-# Copies do where the order changes; a batch norm has statistics to take in training alone. What sorts has kernels of
+# Whole rows that are looked up are not as single elements are. Copies do where the order changes; a batch norm has statistics to take in training alone. What sorts has kernels of
 # several sorts, most of which walk in order.
 WALKS_IN_SEVERAL_WAYS = {
+    "embedding", "gather", "index", "index_select",
     "sort", "topk", "_unique", "_unique2", "embedding_dense_backward", "_embedding_bag_backward",
     "_embedding_bag_dense_backward", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put",
     "_unsafe_masked_index_put_accumulate",

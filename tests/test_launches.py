@@ -1,5 +1,5 @@
 """Blocks and threads of kernels that walk over rows, channels or columns: those in profiles of an H100 and an H200
-(torch 2.11, 2026-11: validation/traces, kernels_norm and kernels_reduce)."""
+(torch 2.11, 2026-11: validation/traces, kernels_norm, kernels_reduce, kernels_index and kernels_moves)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from math import ceil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from costs_support import calls_of, costs_in, meta
 
 from flopmeter import FlopMeter, load_hardware
@@ -172,3 +173,96 @@ def test_a_sum_has_the_blocks_and_threads_of_a_profile(shape, dims, blocks, thre
 def test_a_scan_has_the_blocks_and_threads_of_a_profile(shape, dim, blocks, threads):
     grid = costs_in(lambda: meta(*shape).cumsum(dim))[-1].work.grid
     assert (grid.blocks, grid.threads) == (blocks, threads)
+
+
+def bags(rows, width, indices, count, dtype=FP32):
+    ids, starts = (meta(size, dtype=torch.int64) for size in (indices, count))
+    return aten._embedding_bag(meta(rows, width, dtype=dtype), ids, starts)
+
+
+def ids(count):
+    return meta(count, dtype=torch.int64)
+
+
+LOOKUPS = {
+    "rows of 8 KiB": (lambda: F.embedding(ids(8192), meta(32000, 2048)), (8192 * 2, 256)),
+    "rows of 4 KiB": (lambda: F.embedding(ids(8192), meta(32000, 2048, dtype=BF16)), (8192, 256)),
+    "rows of 16 KiB": (lambda: meta(128256, 4096).index_select(0, ids(4096)), (4096 * 4, 256)),
+    "rows of 3 KiB": (lambda: meta(50304, 768)[ids(16384)], (16384, 192)),
+    "rows of 1.5 KiB": (lambda: meta(50304, 768, dtype=BF16)[ids(16384)], (16384, 96)),
+    "rows of 128 bytes": (lambda: meta(10**6, 64, dtype=BF16).index_select(0, ids(32768)), (32768, 32)),
+    "rows by a number for each column": (
+        lambda: meta(1000, 512).gather(0, ids(50000)[:, None].expand(50000, 512)), (50000, 128)
+    ),
+    "bags of wide rows": (lambda: bags(32000, 2048, 8192, 2048), (1024, 256)),
+    "bags of narrow rows": (lambda: bags(10**6, 64, 32768, 8192), (1024, 256)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_lookup_of_rows_has_the_blocks_and_threads_of_a_profile(name):
+    program, launched = LOOKUPS[name]
+    (cost,) = costs_of(calls_of(program)[-1])
+    assert (cost.work.grid.blocks, cost.work.grid.threads) == launched
+
+
+@pytest.mark.parametrize("lookup", [
+    lambda: F.embedding(ids(17), meta(100, 6)),  # 24 bytes
+    lambda: meta(100, 8).index_select(1, ids(17)),
+    lambda: meta(8, 100).t()[ids(17)],
+    lambda: meta(100, 8)[ids(17), ids(17)],
+    lambda: meta(100, 8).gather(1, meta(100, 8, dtype=torch.int64)),
+    lambda: meta(100, 8).gather(0, meta(100, 8, dtype=torch.int64)),
+])  # fmt: skip
+def test_single_elements_that_are_looked_up_have_no_block_for_a_row(lookup):
+    (cost,) = costs_of(calls_of(lookup)[-1])
+    assert cost.work.grid is None
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(16, 11.7e-6), (1, 2.5e-6)])
+def test_up_to_sixteen_rows_of_a_table_are_walked_over_one_after_another(rows, seconds):
+    """Those of a decoding step on an H100 (validation/traces, llama8b_decode16 and decode1)."""
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        F.embedding(ids(rows), meta(128256, 4096, dtype=BF16))
+    (timing,) = meter.report().timings
+    assert timing.seconds == pytest.approx(seconds, rel=0.4)
+
+
+def test_a_few_long_bags_take_a_step_for_each_row():
+    """64 bags of 300 rows each: of 300 loads of which each waits for its index, at 480 cycles of a memory's latency at
+    least (Luo et al., arXiv 2402.13499), and 1.98 GHz at most."""
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        bags(10**6, 64, 64 * 300, 64)
+    (timing,) = meter.report().timings
+    assert timing.seconds > 300 * 480 / 1.98e9
+
+
+@pytest.mark.parametrize(("add", "device", "microseconds"), [
+    (lambda: meta(512, 768, dtype=BF16).index_add_(0, ids(8192), meta(8192, 768, dtype=BF16)), "h100-sxm5-80gb", 49.5),
+    (lambda: meta(100000, 256).index_add_(0, ids(1099991), meta(1099991, 256)), "h100-sxm5-80gb", 2154),
+    (lambda: meta(1000, 512).index_add_(0, ids(50000), meta(50000, 512)), "h200-sxm-141gb", 171),
+    (lambda: meta(1000, 512).scatter_add_(0, ids(50000)[:, None].expand(-1, 512), meta(50000, 512)),
+     "h200-sxm-141gb", 72),
+    (lambda: meta(128256, 4096).scatter_add_(0, ids(4096)[:, None].expand(-1, 4096), meta(4096, 4096)),
+     "h100-sxm5-80gb", 86.1),
+])  # fmt: skip
+def test_additions_at_places_take_the_time_of_profiles(add, device, microseconds):
+    with FlopMeter(device) as meter:
+        add()
+    assert meter.report().timings[-1].seconds == pytest.approx(1e-6 * microseconds, rel=0.25)
+
+
+def test_compiled_code_has_no_block_for_each_row_that_it_looks_up():
+    """262,144 rows of 128 bytes are one kernel over 16.8 million elements."""
+    table, numbers = meta(2**20, 64, dtype=BF16), ids(2**18)
+    seconds = {}
+    for compiled in (False, True):
+        look_up = torch.compile(F.embedding) if compiled else F.embedding
+        with FlopMeter("h100-sxm5-80gb", compile=compiled) as meter:
+            look_up(numbers, table)
+        seconds[compiled] = sum(timing.seconds for timing in meter.report().timings)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        F.embedding(numbers, table)
+    by_the_rules = sum(timing.seconds for timing in meter.report(mode="compiled").timings)
+    assert seconds[True] == pytest.approx(by_the_rules, rel=0.1)
+    assert seconds[True] < 0.5 * seconds[False]

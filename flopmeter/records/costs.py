@@ -41,8 +41,8 @@ OP_CLASSES = (
 
 # The access pattern of a kernel, if it is not that of its op class.
 Access = Literal[
-    "stream", "strided", "window", "gather", "scatter", "sort", "scan", "reduce", "normalize", "channels", "statistics",
-    "fused",
+    "stream", "strided", "window", "gather", "rows", "scatter", "sort", "scan", "reduce", "normalize", "channels",
+    "statistics", "fused",
 ]  # fmt: skip
 
 

@@ -175,6 +175,6 @@ def _extent(spec: TensorSpec) -> _ByteRange:
     begin, item = spec.offset * spec.dtype.itemsize, spec.dtype.itemsize
     if not spec.numel:
         return _ByteRange(begin, begin)
-    reach = sum((size - 1) * abs(stride) for size, stride in zip(spec.shape, spec.stride, strict=True)) + 1
+    reach = sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True)) + 1
     apart = math.prod(size for size, stride in zip(spec.shape, spec.stride, strict=True) if stride)
     return _ByteRange(begin, begin + reach * item, min(1.0, apart / reach))

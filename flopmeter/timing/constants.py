@@ -427,8 +427,9 @@ ACCESS_SHARE: Mapping[Access, float] = {
     "stream": 1.0,
     "strided": 0.8,  # copies between layouts: one side is not contiguous; .8 to 1 are alike on [timm]
     "window": 1.0,  # pooling: what it lacks is in its integer operations
-    "gather": 0.7,  # rows by index
-    "scatter": 0.5,  # and added to atomically
+    "gather": 0.7,  # elements by index
+    "rows": 1.0,  # whole rows by index, each by a thread block of its own
+    "scatter": 0.8,  # and added to atomically: .7 to .9 are alike (H100 and H200, validation/traces)
     "sort": 0.25,  # several passes of a radix sort
     "scan": 0.8,  # one pass, in which each block waits for the sum of those before it: 10 million int64 on an H100
     "reduce": 1.0,  # what they lack is in the steps of their threads and in joining values

@@ -185,7 +185,7 @@ def energy(cost: Cost, hardware: Hardware, switches: Switches) -> Energy:
             done *= constants.WINOGRAD_PATCH**2 / (3 * constants.WINOGRAD_OUTPUT) ** 2
         if isinstance(cost.work, AttentionWork) and peak.unit == "matrix":
             done *= flop_energy(cost.work, hardware)
-        arithmetic += done * (peak.picojoules_per_flop or 0.0)
+        arithmetic = done * (peak.picojoules_per_flop or 0.0)
     others = cost.flops - 2 * cost.macs
     if others > 0:
         share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE

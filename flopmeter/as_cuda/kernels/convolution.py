@@ -30,8 +30,8 @@ def convolution(tensor: Tensor, weight: Tensor, *rest: Any, **kwargs: Any) -> Te
 
 
 def runs_channels_last(tensor: Tensor, weight: Tensor) -> bool:
-    """Whether input or weight is channels-last, and neither is fp64: `cudnn_conv_suggest_memory_format` in
+    """Whether input or weight is channels-last, and they are not fp64: `cudnn_conv_suggest_memory_format` in
     aten/src/ATen/native/ConvUtils.h. Without cuDNN the results of convolutions on CUDA are contiguous (NCHW)."""
-    if torch.float64 in (tensor.dtype, weight.dtype) or not torch.backends.cudnn.enabled:
+    if tensor.dtype == torch.float64 or not torch.backends.cudnn.enabled:
         return False
     return any(is_channels_last(each.shape, each.stride()) for each in (tensor, weight))

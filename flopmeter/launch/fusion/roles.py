@@ -85,6 +85,7 @@ _FALLBACKS = _packets("""
 
 # A loop over what is written, into memory that a kernel before has filled (index_put, scatter_reduce_ and what is
 # decomposed into them, in torch/_inductor/lowering.py).
+_LOOKUPS = ("gather", "rows")  # accesses that are loads at a computed place
 _SCATTERS = _packets("""
     index_put index_put_ _index_put_impl_ _unsafe_index_put _unsafe_masked_index_put_accumulate index_add index_add_
     index_copy index_copy_ index_fill index_fill_ scatter scatter_ scatter_add scatter_add_ scatter_reduce
@@ -137,7 +138,7 @@ def role_of(call: Call, cost: Cost) -> Role:
         return _role_of_scatter(call, cost)
     if packet in _WINDOWS:
         return Role(False, True, elements=elements)
-    if cost.op_class in (ELEMENTWISE, MOVEMENT, RANDOM) or cost.access == "gather":  # a load at a computed place
+    if cost.op_class in (ELEMENTWISE, MOVEMENT, RANDOM) or cost.access in _LOOKUPS:
         return Role(True, True, None, elements, repeats=cost.op_class != RANDOM, rereads=packet in _ACTIVATIONS)
     if cost.op_class == NORMALIZATION:
         return Role(True, True, _loops_of_normalization(call, cost, elements), elements)
