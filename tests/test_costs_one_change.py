@@ -107,8 +107,8 @@ WALKS = {
     },
     "statistics": {"_batch_norm_with_update", "batch_norm_backward"},
 }  # fmt: skip
-# Whole rows that are looked up are not as single elements are. Copies do where the order changes; a batch norm has statistics to take in training alone. What sorts has kernels of
-# several sorts, most of which walk in order.
+# Whole rows that are looked up are not walked as single elements are. Copies do where the order changes; a batch norm
+# has statistics to take in training alone. What sorts has kernels of several sorts, most of which walk in order.
 WALKS_IN_SEVERAL_WAYS = {
     "embedding", "gather", "index", "index_select",
     "sort", "topk", "_unique", "_unique2", "embedding_dense_backward", "_embedding_bag_backward",
