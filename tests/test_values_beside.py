@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from costs_support import call_by_hand
 from torch import nn
 
-from flopmeter import FlopMeter
+from flopmeter import FlopMeter, costs
 from flopmeter.costs import kernels_of
 from flopmeter.known_values.assumptions import Assumption, in_words
+from flopmeter.timing.allocator import CachingAllocator
 
 H100 = "h100-sxm5-80gb"
+aten = torch.ops.aten
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -89,3 +92,31 @@ def test_by_the_rules_a_sum_over_no_elements_is_compiled():
     with FlopMeter(H100) as meter:
         meta(0, 8).sum(0)
     assert meter.report(mode="compiled").seconds > 0
+
+
+def test_all_free_segments_go_back_to_the_device_and_not_the_largest_alone():
+    allocator = CachingAllocator()
+    for piece in [allocator.allocate(nbytes * 2**20) for nbytes in (30, 40, 50)]:
+        allocator.free(piece)
+    allocator.give_back()
+    assert allocator.reserved_bytes == 0
+
+
+@pytest.mark.parametrize(("alpha", "multiplies"), [(None, 0), (1, 0), (1.0, 0), (0.5, 1)])
+def test_what_cudnn_adds_to_a_convolution_is_multiplied_where_alpha_is_no_one(alpha, multiplies):
+    """The bias and z are added to 2 x 8 x 4 x 4 results, and z is scaled."""
+    x, weight, z, bias = meta(2, 3, 4, 4), meta(8, 3, 1, 1), meta(2, 8, 4, 4), meta(8)
+    args = (x, weight, z, alpha, bias, [1, 1], [0, 0], [1, 1], 1)
+    call = call_by_hand(aten.cudnn_convolution_add_relu.default, args, (z.clone(),))
+    (cost,) = [cost for cost in costs.costs_of(call) if cost.macs]
+    assert cost.flops - 2 * cost.macs == (2 + multiplies) * z.numel()
+
+
+def test_a_mask_of_bytes_that_is_written_into_another_one_is_a_mask_too():
+    picked = set()
+    for dtype in (torch.bool, torch.uint8):
+        with FlopMeter(H100, mask_fraction=0.5):
+            whole, places = torch.ones(8, dtype=dtype, device="meta"), meta(8, dtype=dtype)
+            whole[torch.tensor([True, False] * 4, device="meta")] = places[:4]
+            picked.add(meta(8, 6)[whole].shape)
+    assert len(picked) == 1
