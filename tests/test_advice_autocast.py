@@ -79,7 +79,9 @@ PROGRAMS = {
 }
 
 
-def report(name: str, *, trains: bool, under_autocast: bool = False, dtype: torch.dtype = torch.float32):
+def report(
+    name: str, *, trains: bool, under_autocast: bool = False, dtype: torch.dtype = torch.float32, mode: str = "eager"
+):
     make, shape = PROGRAMS[name]
     with torch.device("meta"):
         model = make().train(trains).to(dtype)
@@ -96,7 +98,7 @@ def report(name: str, *, trains: bool, under_autocast: bool = False, dtype: torc
             if trains:
                 loss.backward()
                 optimizer.step()
-    return meter.report(ops=range(first, len(meter.trace.ops)))
+    return meter.report(mode=mode, ops=range(first, len(meter.trace.ops)))
 
 
 def milliseconds_told(report) -> float:
@@ -127,3 +129,20 @@ def test_of_layers_that_run_as_one_op_no_time_under_autocast_is_told():
         layer(torch.empty(32, 512, 768, device="meta"))
     assert "torch.autocast where weights have to stay fp32" in meter.report().advice[0].remedy
     assert "then" not in meter.report().advice[0].remedy
+
+
+def test_by_the_rules_of_fusion_the_casts_are_in_the_compiled_kernels():
+    before, mended = (
+        report("eager attention", trains=True, under_autocast=each, mode="compiled") for each in (False, True)
+    )
+    assert milliseconds_told(before) == pytest.approx(1e3 * mended.seconds, rel=0.05)
+
+
+def test_of_kernels_that_the_compiler_wrote_no_time_under_autocast_is_told():
+    """Its casts are in kernels that it would write then."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)), torch.empty(4096, 1024)
+    with FlopMeter(H100, compile=True) as meter:
+        torch.compile(model)(x).sum().backward()
+    (told,) = [each.remedy for each in meter.report().advice if each.remedy.startswith("bfloat16")]
+    assert told.endswith("torch.autocast where weights have to stay fp32")

@@ -27,9 +27,10 @@ def autocast(trace: Trace, dtype: torch.dtype) -> Trace | None:
     """The trace of a program in fp32, as if its forward pass ran under autocast with that dtype. Of the casts, how long
     each takes is followed, and not how long its result lives.
 
-    None where it runs whole layers as one op, which autocast would take apart.
+    None where it runs whole layers as one op, which autocast would take apart, and where the compiler's kernels ran,
+    into which the casts would go.
     """
-    if any(op.call.name in _WHOLE_LAYERS for op in trace.ops):
+    if any(op.call.name in _WHOLE_LAYERS or "kernel" in op.call.kwargs for op in trace.ops):
         return None
     casts = _Casts(trace, dtype)
     changed, before = dict[int, Op](), dict[int, list[Op]]()
