@@ -74,6 +74,7 @@ def odds_and_ends() -> None:
     nn.BatchNorm2d(4, device="meta").eval()(images.to(memory_format=torch.channels_last))
     meta(64, 8192).softmax(-1)
     meta(16, 8).index_add_(0, on_meta(torch.arange(4)), meta(4, 8))
+    meta(64, 32)[on_meta(torch.arange(20))]
     meta(64, 32).t().contiguous()
     meta(4096, 4096)[1:] + 1
     meta(2048, 2048) @ meta(2048, 2048)

@@ -13,7 +13,7 @@ import torch
 from flopmeter.as_cuda.autocast import FP32, FP32_SET_DTYPE, LOWER_PRECISION
 from flopmeter.records import Op, Storage, TensorSpec, Trace
 from flopmeter.report.advice.rewrite import in_place_of, rebuilt, with_ops
-from flopmeter.torch_names.operators import aten_overloads
+from flopmeter.torch_names.operators import Absent, aten_overloads
 
 Policy = Literal["narrow", "wide", "sums", "follow"]
 """Of an op: it runs in autocast's dtype; in fp32; it reads either and returns fp32; by what it is given."""
@@ -28,11 +28,12 @@ def autocast(trace: Trace, dtype: torch.dtype) -> Trace | None:
     each takes is followed, and not how long its result lives.
 
     None where it runs whole layers as one op, which autocast would take apart, and where the compiler's kernels ran,
-    into which the casts would go.
+    into which the casts would go; and in a torch that lacks the op that casts.
     """
-    if any(op.call.name in _WHOLE_LAYERS or "kernel" in op.call.kwargs for op in trace.ops):
+    is_other = any(op.call.name in _WHOLE_LAYERS or "kernel" in op.call.kwargs for op in trace.ops)
+    if is_other or isinstance(aten_overloads._to_copy.default, Absent):
         return None
-    casts = _Casts(trace, dtype)
+    casts = _UnderAutocast(trace, dtype)
     changed, before = dict[int, Op](), dict[int, list[Op]]()
     for index, op in enumerate(trace.ops):
         if op.phase != "optimizer":
@@ -42,7 +43,7 @@ def autocast(trace: Trace, dtype: torch.dtype) -> Trace | None:
     return with_ops(dataclasses.replace(trace, storages=casts.storages), (), put_in=changed, put_before=before)
 
 
-class _Casts:
+class _UnderAutocast:
     """Which tensors are narrow so far, and the casts that the ops make necessary."""
 
     def __init__(self, trace: Trace, dtype: torch.dtype):
