@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from costs_support import call_by_hand
+from costs_support import call_by_hand, meta
 from torch import nn
 
-from flopmeter import FlopMeter, costs
-from flopmeter.costs import kernels_of
+from flopmeter import FlopMeter
+from flopmeter.costs import costs_of, kernels_of
 from flopmeter.known_values.assumptions import Assumption, in_words
 from flopmeter.records import ATTENTION
 from flopmeter.timing.allocator import CachingAllocator
@@ -18,11 +18,8 @@ H100 = "h100-sxm5-80gb"
 aten = torch.ops.aten
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def costs_of(program):
+def metered(program):
+    """The costs of what it launches where a meter emulates CUDA."""
     with FlopMeter(H100) as meter:
         program()
     return [kernel.cost for kernel in kernels_of(meter.trace)]
@@ -52,7 +49,7 @@ def test_values_of_a_sparse_tensor_touch_as_many_places_and_the_same_ones_once(r
     """Rows of three values, added to a tensor of 2 x 3, whose 24 bytes are read and written, and no more."""
     places = torch.zeros(1, rows, dtype=torch.int64, device="meta")
     sparse = torch.sparse_coo_tensor(places, meta(rows, 3), (2, 3), check_invariants=False)
-    *_, added = costs_of(lambda: sparse.to_dense())
+    *_, added = metered(lambda: sparse.to_dense())
     assert added.bytes_written == nbytes
 
 
@@ -64,7 +61,7 @@ def test_both_plain_cells_keep_their_weights_up_to_as_many_hidden_units(mode):
         with torch.device("meta"):
             network = nn.RNN(64, hidden, nonlinearity=mode).eval()
         with torch.no_grad():
-            (cost,) = [cost for cost in costs_of(lambda: network(meta(50, 8, 64))) if cost.macs]
+            (cost,) = [cost for cost in metered(lambda: network(meta(50, 8, 64))) if cost.macs]
         return cost.work
 
     kept = {hidden: layer(hidden).recurrence.keeps_weights for hidden in (384, 392)}
@@ -77,7 +74,7 @@ def test_a_grouped_product_takes_the_type_of_its_result_where_that_is_its_own(dt
     a, b = meta(16, 32, dtype=dtype), meta(2, 32, 64, dtype=dtype)
 
     def macs(**options):
-        return sum(cost.macs for cost in costs_of(lambda: torch._grouped_mm(a, b, offs=offsets, **options)))
+        return sum(cost.macs for cost in metered(lambda: torch._grouped_mm(a, b, offs=offsets, **options)))
 
     assert macs(out_dtype=dtype) == macs() == 16 * 32 * 64
 
@@ -112,5 +109,5 @@ def test_what_cudnn_adds_to_a_convolution_is_multiplied_where_alpha_is_no_one(al
     x, weight, z, bias = meta(2, 3, 4, 4), meta(8, 3, 1, 1), meta(2, 8, 4, 4), meta(8)
     args = (x, weight, z, alpha, bias, [1, 1], [0, 0], [1, 1], 1)
     call = call_by_hand(aten.cudnn_convolution_add_relu.default, args, (z.clone(),))
-    (cost,) = [cost for cost in costs.costs_of(call) if cost.macs]
+    (cost,) = [cost for cost in costs_of(call) if cost.macs]
     assert cost.flops - 2 * cost.macs == (2 + multiplies) * z.numel()

@@ -41,6 +41,7 @@ def runs_on_meta(gpus_per_node: int | None, rank: int, *, has_host: bool = False
             mock.patch.object(torch, "meta", meta_device(gpus_per_node, rank), create=True),
             # Programs ask for meshes of the device that they run on.
             mock.patch.object(DeviceMesh, "__init__", _on_meta(DeviceMesh.__init__)),
+            # Meshes are compared, and joined, rank by rank, and the same ones again and again.
             mock.patch.object(DeviceMesh, "__eq__", _asked_once(DeviceMesh.__eq__)),
             mock.patch.object(DeviceMesh, private.CONCATENATE, _joined_once()),
             # FSDP2 refuses parameters on meta, since on a GPU somebody would have forgotten to initialize them.

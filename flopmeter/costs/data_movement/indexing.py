@@ -20,6 +20,7 @@ from flopmeter.torch_names.operators import aten
 VECTOR_BYTES, VECTOR_THREADS = 16, 256
 LOOKUP_OPERATIONS = 20
 FEW_ROWS, FEW_ROWS_THREADS = 16, 128
+_SELECTS = (aten.embedding, aten.index_select)
 
 # Of a bag each column is added up by a thread, row by row; a block's eight warps take 32 columns of a bag, and then
 # those of a later one (EmbeddingBag.cu). Each row is a load that waits for its index, and integer operations: 200 for a
@@ -50,36 +51,42 @@ def gather(call: Call) -> Cost:
     packet = call.func.overloadpacket
     if packet is aten.masked_select:  # its result has no known size: it is never compiled
         return make_cost(call, INDEXING, read=read)
-    count = _rows_named(call)
-    if count is not None and count <= FEW_ROWS and packet in (aten.embedding, aten.index_select):
-        grid = ThreadGrid(ceil(out.numel / count / FEW_ROWS_THREADS), FEW_ROWS_THREADS, count)
+    grid = _grid_of_rows(call)
+    if grid is not None:
         return make_cost(call, INDEXING, read=read, access="rows", index_operations=0, grid=grid)
-    if count is None or out.nbytes // count % VECTOR_BYTES:
-        looked_up = LOOKUP_OPERATIONS * out.numel if packet in (aten.embedding, aten.index_select) else None
-        return make_cost(call, INDEXING, read=read, access="gather", index_operations=looked_up)
-    vectors = out.nbytes // count // VECTOR_BYTES
+    looked_up = LOOKUP_OPERATIONS * out.numel if packet in _SELECTS else None
+    return make_cost(call, INDEXING, read=read, access="gather", index_operations=looked_up)
+
+
+def _grid_of_rows(call: Call) -> ThreadGrid | None:
+    """Of the kernel that copies whole rows; None where single elements are looked up."""
+    (out,), count = call.outputs, _rows_named(call)
+    if not count:
+        return None
+    if count <= FEW_ROWS and call.func.overloadpacket in _SELECTS:
+        return ThreadGrid(ceil(out.numel / count / FEW_ROWS_THREADS), FEW_ROWS_THREADS, count)
+    vectors, rest = divmod(out.nbytes // count, VECTOR_BYTES)
+    if rest:
+        return None
     threads = min(VECTOR_THREADS, ceil(vectors / WARP_THREADS) * WARP_THREADS)
-    grid = ThreadGrid(count * ceil(vectors / VECTOR_THREADS), threads, 2)
-    return make_cost(call, INDEXING, read=read, access="rows", index_operations=0, grid=grid)
+    return ThreadGrid(count * ceil(vectors / VECTOR_THREADS), threads, 2)
 
 
-def _rows_named(call: Call) -> int | None:
-    """How many whole rows of a contiguous tensor are named; None where single elements are, or none."""
+def _rows_named(call: Call) -> int:
+    """How many whole rows of a contiguous tensor are named; 0 where single elements are, or none."""
     source, packet = call.inputs[0], call.func.overloadpacket
     if not source.shape or not source.is_strided or not is_dense(source.shape, source.stride, channels_last=False):
-        return None
+        return 0
     if packet is aten.embedding:
-        return call.argument("indices").numel or None
-    if packet is aten.index:
-        index, *others = call.argument("indices")
-        is_of_rows = not others and index.dtype not in (torch.bool, torch.uint8)
-        return index.numel or None if is_of_rows else None
+        return int(call.argument("indices").numel)
+    if packet is aten.index and _is_by_integers(call) and len(call.argument("indices")) == 1:
+        return int(call.argument("indices")[0].numel)
     if packet is aten.index_select and call.argument("dim") in (0, -len(source.shape)):
-        return call.argument("index").numel or None
+        return int(call.argument("index").numel)
     if packet is aten.gather and len(source.shape) == 2 and call.argument("dim") in (0, -2):
         index = call.argument("index")  # by index_select and by x.gather(0, rows[:, None].expand(...))
-        return index.shape[0] or None if index.numel and not index.stride[1] else None
-    return None
+        return int(index.shape[0]) if index.numel and not index.stride[1] else 0
+    return 0
 
 
 @rule(aten._jagged_to_padded_dense_forward, aten._padded_dense_to_jagged_forward)
@@ -288,7 +295,7 @@ def _accumulates(call: Call) -> bool:
 
 
 def _is_by_integers(call: Call) -> bool:
-    """Whether the op is index_put, and its indices are no masks."""
+    """Whether the op has a list of indices, as index and index_put do, and none of them is a mask."""
     given = [index for index in call.get("indices") or () if index is not None]
     return bool(given) and all(index.dtype not in (torch.bool, torch.uint8) for index in given)
 

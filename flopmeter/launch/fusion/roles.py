@@ -83,9 +83,10 @@ _FALLBACKS = _packets("""
     sort topk _unique _unique2 _embedding_bag_backward _embedding_bag_dense_backward
 """)
 
+_LOOKUPS = ("gather", "rows")  # accesses that are loads at a computed place
+
 # A loop over what is written, into memory that a kernel before has filled (index_put, scatter_reduce_ and what is
 # decomposed into them, in torch/_inductor/lowering.py).
-_LOOKUPS = ("gather", "rows")  # accesses that are loads at a computed place
 _SCATTERS = _packets("""
     index_put index_put_ _index_put_impl_ _unsafe_index_put _unsafe_masked_index_put_accumulate index_add index_add_
     index_copy index_copy_ index_fill index_fill_ scatter scatter_ scatter_add scatter_add_ scatter_reduce

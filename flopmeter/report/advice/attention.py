@@ -25,8 +25,8 @@ from flopmeter.report.advice.fused_attention import (
     dense,
     fused,
 )
-from flopmeter.report.advice.remedies import Proposal, are_in_torch, of_ops, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import is_dense, with_ops, with_tensors
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
+from flopmeter.report.advice.rewrite import are_in_torch, is_dense, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 

@@ -6,14 +6,15 @@ By the lists of torch.autocast, and by what autograd does with the casts: a grad
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from typing import Literal
 
 import torch
 
 from flopmeter.as_cuda.autocast import FP32, FP32_SET_DTYPE, LOWER_PRECISION
 from flopmeter.records import Op, Storage, TensorSpec, Trace
-from flopmeter.report.advice.rewrite import in_place_of, rebuilt, with_ops
-from flopmeter.torch_names.operators import Absent, aten_overloads
+from flopmeter.report.advice.rewrite import are_in_torch, in_place_of, rebuilt, with_ops
+from flopmeter.torch_names.operators import aten_overloads
 
 Policy = Literal["narrow", "wide", "sums", "follow"]
 """Of an op: it runs in autocast's dtype; in fp32; it reads either and returns fp32; by what it is given."""
@@ -30,17 +31,13 @@ def autocast(trace: Trace, dtype: torch.dtype) -> Trace | None:
     None where it runs whole layers as one op, which autocast would take apart, and where the compiler's kernels ran,
     into which the casts would go; and in a torch that lacks the op that casts.
     """
-    is_other = any(op.call.name in _WHOLE_LAYERS or "kernel" in op.call.kwargs for op in trace.ops)
-    if is_other or isinstance(aten_overloads._to_copy.default, Absent):
+    if any(op.call.name in _WHOLE_LAYERS or "kernel" in op.call.kwargs for op in trace.ops):
         return None
-    casts = _UnderAutocast(trace, dtype)
-    changed, before = dict[int, Op](), dict[int, list[Op]]()
-    for index, op in enumerate(trace.ops):
-        if op.phase != "optimizer":
-            changed[index] = casts.follow(index, op)
-        before[index], casts.before, casts.after = casts.before, casts.after, []
-    before[len(trace.ops)] = casts.before
-    return with_ops(dataclasses.replace(trace, storages=casts.storages), (), put_in=changed, put_before=before)
+    run = _UnderAutocast(trace, dtype)
+    changed = {index: run.follow(index, op) for index, op in enumerate(trace.ops) if op.phase != "optimizer"}
+    if not are_in_torch(cast for casts in run.casts_before.values() for cast in casts):
+        return None
+    return with_ops(dataclasses.replace(trace, storages=run.storages), (), put_in=changed, put_before=run.casts_before)
 
 
 class _UnderAutocast:
@@ -48,8 +45,7 @@ class _UnderAutocast:
 
     def __init__(self, trace: Trace, dtype: torch.dtype):
         self.dtype, self.storages = dtype, [*trace.storages]
-        self.before: list[Op] = []  # casts before the op that was last followed
-        self.after: list[Op] = []
+        self.casts_before = defaultdict[int, list[Op]](list)
         self._narrow = set[int]()
         self._casts = dict[int, int]()  # of a storage that the forward pass cast: where
         self._gradients = set[int]()  # what the backward pass made
@@ -104,10 +100,10 @@ class _UnderAutocast:
             return self._casts[number]
         if is_kept:
             return number
-        self.before.append(self._cast(index, op, spec, dtype))
+        place = self._cast(index, op, spec, dtype)
         if op.phase != "backward":
-            self._casts[number] = len(self.storages) - 1
-        return len(self.storages) - 1
+            self._casts[number] = place
+        return place
 
     def _narrow_results(self, policy: Policy, op: Op, read: list[TensorSpec], was_narrow: bool | None) -> set[int]:
         results = {spec.storage for spec in op.outputs}
@@ -134,10 +130,10 @@ class _UnderAutocast:
         for spec in op.outputs:
             if spec.storage in made & self._narrow and (self._is_gradient(spec.storage) or is_of_wide_input):
                 self._narrow.discard(spec.storage)
-                self.after.append(self._cast(index, op, spec, WIDE))
+                self._cast(index + 1, op, spec, WIDE)
             elif spec.storage in made and policy == "wide" and was_narrow and not self._is_gradient(spec.storage):
                 self._narrow.add(spec.storage)
-                self.after.append(self._cast(index, op, spec, self.dtype))
+                self._cast(index + 1, op, spec, self.dtype)
 
     def _is_weight(self, number: int) -> bool:
         return self.storages[number].role == "parameters"
@@ -145,13 +141,15 @@ class _UnderAutocast:
     def _is_gradient(self, number: int) -> bool:
         return self.storages[number].role == "gradients"
 
-    def _cast(self, index: int, op: Op, spec: TensorSpec, dtype: torch.dtype) -> Op:
-        """A cast beside an op, to a storage of its own."""
+    def _cast(self, before: int, op: Op, spec: TensorSpec, dtype: torch.dtype) -> int:
+        """Put a cast for an op before the op of that index. Returns the storage of its result, which is its own."""
         number, nbytes = len(self.storages), spec.numel * dtype.itemsize
-        self.storages.append(Storage(nbytes, spec.device, index, index + 1))
+        self.storages.append(Storage(nbytes, spec.device, before, before + 1))
         source = spec._replace(dtype=WIDE if dtype != WIDE else self.dtype)
         cast = spec._replace(dtype=dtype, storage=number)
-        return in_place_of(op, aten_overloads._to_copy.default, (source,), {"dtype": dtype}, (source,), (cast,))
+        func, options = aten_overloads._to_copy.default, {"dtype": dtype}
+        self.casts_before[before].append(in_place_of(op, func, (source,), options, (source,), (cast,)))
+        return number
 
 
 def _policy(op: Op) -> Policy:

@@ -9,8 +9,8 @@ import torch
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_kernel
-from flopmeter.report.advice.rewrite import with_ops
-from flopmeter.torch_names.operators import Absent, aten, aten_overloads
+from flopmeter.report.advice.rewrite import are_in_torch, with_ops
+from flopmeter.torch_names.operators import aten, aten_overloads
 
 _ATTENTION = {getattr(aten, f"_scaled_dot_product_efficient_attention{end}"): end for end in ("", "_backward")}
 
@@ -26,7 +26,7 @@ def with_chosen_kernels(trace: Trace, device: Hardware) -> Trace:
             chosen = _batch_norm(op)
         else:
             continue
-        if chosen is not None and not isinstance(chosen.call.func, Absent):
+        if chosen is not None and are_in_torch([chosen]):
             put_in[index] = chosen
     return with_ops(trace, (), put_in)
 

@@ -16,7 +16,6 @@ from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_kernel
 from flopmeter.report.advice.remedies import (
     Proposal,
-    are_in_torch,
     of_ops,
     priced,
     remedy,
@@ -24,7 +23,7 @@ from flopmeter.report.advice.remedies import (
     type_of_others,
     with_other_ops,
 )
-from flopmeter.report.advice.rewrite import changed_call, in_place_of, is_view, with_ops, with_tensors
+from flopmeter.report.advice.rewrite import are_in_torch, changed_call, in_place_of, is_view, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import in_place_of, with_ops
+from flopmeter.report.advice.remedies import Proposal, priced, remedy, trace_of
+from flopmeter.report.advice.rewrite import are_in_torch, in_place_of, with_ops
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads

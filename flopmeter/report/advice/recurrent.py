@@ -9,8 +9,8 @@ import torch
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import dense
-from flopmeter.report.advice.remedies import Proposal, are_in_torch, remedy, trace_of, with_other_ops
-from flopmeter.report.advice.rewrite import in_place_of, is_view
+from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.rewrite import are_in_torch, in_place_of, is_view
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 

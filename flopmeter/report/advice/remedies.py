@@ -29,7 +29,7 @@ from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN
 from flopmeter.timing import constants
 from flopmeter.timing.peak_memory import usable_bytes_if_known
-from flopmeter.torch_names.operators import Absent, aten
+from flopmeter.torch_names.operators import aten
 
 
 class Proposal(NamedTuple):
@@ -66,11 +66,6 @@ def trace_of(report: Report) -> Trace:
     """The trace that the report is about; the meter's trace may have grown since."""
     trace, steps = report.memory.trace, report.memory.steps
     return trace if len(trace.ops) == steps else dataclasses.replace(trace, ops=trace.ops[:steps])
-
-
-def are_in_torch(ops: Iterable[Op]) -> bool:
-    """Whether this torch has the operators that a remedy puts in."""
-    return not any(isinstance(op.call.func, Absent) for op in ops)
 
 
 def all_kernels(report: Report) -> str:
@@ -321,19 +316,23 @@ def narrower_numbers(report: Report) -> Iterator[Proposal]:
     reasons = [f"twice the bytes of {name}"] * bytes_too
     reasons += ["no matrix units for it"] * (units[0] != "matrix" == units[1])
     beside = ", and data made by NumPy too" if wide is torch.float64 else ""
-    trace = trace_of(report)
     if wide is fp32:
-        under_autocast = autocast(trace, narrow)
-        beside = ", or torch.autocast where weights have to stay fp32"
-        if under_autocast is not None:
-            seconds = priced(report, with_chosen_kernels(under_autocast, device)).seconds
-            beside += f" (then {with_prefix(seconds, 's')})"
-    then = with_chosen_kernels(with_tensors(trace, narrowed, dtypes={wide: narrow}), device)
+        beside = _or_autocast(report, narrow)
+    then = with_chosen_kernels(with_tensors(trace_of(report), narrowed, dtypes={wide: narrow}), device)
     yield Proposal(
         all_kernels(report), everything,
         f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}",
         f"{name}: model.to(torch.{name}){beside}", priced(report, then),
     )  # fmt: skip
+
+
+def _or_autocast(report: Report, dtype: torch.dtype) -> str:
+    """What a program in fp32 can do in place of narrowing its weights, and what the run then takes."""
+    said, then = ", or torch.autocast where weights have to stay fp32", autocast(trace_of(report), dtype)
+    if then is None:
+        return said
+    seconds = priced(report, with_chosen_kernels(then, report.hardware)).seconds
+    return f"{said} (then {with_prefix(seconds, 's')})"
 
 
 LEAST_OTHERS = 0.1  # of a program's multiply-adds in 16 bits make those in fp32 exceptions

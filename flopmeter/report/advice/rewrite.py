@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from flopmeter.records import Call, Op, TensorSpec, Trace
 from flopmeter.records.traces import renumbered
+from flopmeter.torch_names.operators import Absent
 
 Mark = Hashable
 """What a change needs to know of a storage."""
@@ -137,6 +138,11 @@ def with_ops(
         forward_ends=[place[end] for end in trace.forward_ends],
         optimizer_steps=[step._replace(end=place[step.end]) for step in trace.optimizer_steps],
     )
+
+
+def are_in_torch(ops: Iterable[Op]) -> bool:
+    """Whether this torch has the operators that a change puts in."""
+    return not any(isinstance(op.call.func, Absent) for op in ops)
 
 
 def is_view(op: Op) -> bool:
