@@ -27,7 +27,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from validation_rows import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, Hardware, Report, load_hardware, on_meta
-from flopmeter.costs.index_arithmetic import cat_operations
+from flopmeter.costs.data_movement.concatenation import (
+    SINGLE_BLOCKS_PER_SM,
+    SINGLE_THREADS,
+    CatKernel,
+    work_of,
+)
 from flopmeter.launch.fusion import layout
 from flopmeter.launch.modes import Mode
 from flopmeter.models import BUILTINS
@@ -112,9 +117,10 @@ def _cat_of_torch_2_1(kernel: Kernel) -> Cost:
     (op,) = kernel.ops
     (out,) = op.call.outputs
     is_first = not all(spec.numel for spec in op.call.inputs)
-    looked_up = 0 if is_first else cat_operations(op.call.inputs, len(out.shape), copies_runs=False)
-    assert isinstance(kernel.cost.work, VectorWork)
-    return replace(kernel.cost, work=kernel.cost.work._replace(index_operations=looked_up))
+    if is_first:
+        return replace(kernel.cost, work=VectorWork())
+    single = CatKernel(1, SINGLE_THREADS, SINGLE_BLOCKS_PER_SM, len(out.shape) - 1)
+    return replace(kernel.cost, work=work_of(single, op.call.inputs))
 
 
 def _mode(line: Line) -> Mode:

@@ -8,11 +8,12 @@ one twice.
 
 import pytest
 import torch
-from costs_support import costs_in, meta
+from costs_support import calls_of, costs_in, meta
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flopmeter import FlopMeter
+from flopmeter.costs import costs_of
 from flopmeter.records import VectorWork
 
 aten = torch.ops.aten
@@ -127,26 +128,54 @@ def test_a_copy_across_memory_is_slower_than_one_of_whole_rows_as_in_a_trace_of_
 
 
 CATS = {
-    "of matrices": (lambda: torch.cat([T(4, 6), T(4, 6)]), 0),
+    "of rows of 16 bytes": (lambda: torch.cat([T(4, 8), T(4, 4)], 1), 0),
+    "of rows of 24 bytes": (lambda: torch.cat([T(4, 6), T(4, 6)], 1), 2 * 24 * (9 + 4)),
+    "of matrices, one below the other": (lambda: torch.cat([T(4, 6), T(4, 6)]), 0),
     "of images, channels last": (
-        lambda: torch.cat([T(2, 3, 4, 4).to(memory_format=torch.channels_last) for _ in range(2)], 1), 0
+        lambda: torch.cat([T(2, 4, 4, 4).to(memory_format=torch.channels_last) for _ in range(2)], 1),
+        2 * 128 * (3 * 9 + 4),
     ),
     "of a matrix and a part of one": (
-        lambda: torch.cat([T(4, 6), T(4, 8)[:, :6]]), 2 * 24 * (2 * 11 + 2 * 2)
+        lambda: torch.cat([T(4, 6), T(4, 8)[:, :6]]), 2 * 24 * (2 * 9 + 4)
     ),
-    "of three parts": (lambda: torch.cat([T(4, 8)[:, :6] for _ in range(3)]), 3 * 24 * (2 * 11 + 2 * 2)),
+    "of three parts": (lambda: torch.cat([T(4, 8)[:, :6] for _ in range(3)]), 3 * 24 * (2 * 9 + 4)),
     "of halves, turned by a rotary embedding": (
-        lambda: torch.cat([T(2, 3, 5, 4), T(2, 3, 5, 8)[..., :4]], -1), 2 * 120 * (2 * 3 * 11 + 2 * 2)
+        lambda: torch.cat([T(2, 3, 5, 4), T(2, 3, 5, 8)[..., :4]], -1), 2 * 120 * (2 * 3 * 9 + 4)
     ),
+    "of rows that are stacked": (lambda: torch.stack([T(4, 8), T(4, 8)]), 0),
+    "of columns that are stacked": (lambda: torch.stack([T(4, 8), T(4, 8)], -1), 2 * 32 * (2 * 9 + 4)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CATS)
-def test_cat_divides_for_each_element_unless_it_can_copy_runs(name):
-    """A division in 9 instructions, remainder and step, for each dimension but the slowest: of where an element goes,
-    and of where it comes from if its operand has gaps. Two addresses in two. Each operand has half of the device."""
+def test_cat_divides_for_each_element_unless_its_rows_are_whole_loads(name):
+    """A division in 7 instructions, remainder and step, for each dimension but the slowest: of where an element goes,
+    and of where it comes from if an input has gaps. Two addresses in two."""
     program, operations = CATS[name]
     assert operations_of(program) == operations
+
+
+def in_channels_last(*shape):
+    return T(*shape).to(memory_format=torch.channels_last)
+
+
+COPIED_ONE_BY_ONE = {
+    "of five dimensions": (lambda: torch.cat([T(2, 2, 2, 2, 8), T(2, 2, 2, 2, 8)], -1), 2),
+    "of columns of four dimensions, stacked": (lambda: torch.stack([T(2, 2, 2, 8) for _ in range(3)], -1), 3),
+    "of two types": (lambda: torch.cat([T(4, 8), T(4, 8, dtype=torch.float16)]), 2),
+    "of channels of images, channels last": (lambda: torch.cat(in_channels_last(2, 8, 4, 4).chunk(2, 1), 1), 2),
+    "of one": (lambda: torch.cat([T(4, 8)]), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIED_ONE_BY_ONE)
+def test_what_no_kernel_of_cat_takes_is_copied_one_input_after_another(name):
+    """As `cat_out_cuda` in aten/src/ATen/native/cuda/Shape.cu."""
+    program, copies = COPIED_ONE_BY_ONE[name]
+    costs = costs_of(calls_of(program)[-1])
+    (out,) = calls_of(program)[-1].outputs
+    assert len(costs) == copies
+    assert sum(cost.bytes_written for cost in costs) == out.nbytes
 
 
 sizes = st.lists(st.integers(2, 5), min_size=1, max_size=4)

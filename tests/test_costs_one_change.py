@@ -186,7 +186,9 @@ def test_a_wider_operand_is_the_same_work_as_much_to_write_and_at_most_its_own_b
             if each.dtype is not torch.float32 or each in call.outputs:
                 continue
             wider = with_tensors(call, lambda s, each=each: s._replace(dtype=torch.float64) if s == each else s)
-            (before,), (after,) = plain, costs_of(wider)
+            if len(costs := costs_of(wider)) != 1:  # a `cat` of several types copies one input after another
+                continue
+            (before,), (after,) = plain, costs
             more = after.bytes_read - before.bytes_read
             if work(before) != work(after) or before.bytes_written != after.bytes_written:
                 return False
@@ -218,7 +220,7 @@ def test_what_an_op_reads_in_full_counts_by_its_own_width():
             costs_of(with_tensors(call, lambda s, each=each: s._replace(dtype=torch.float64) if s == each else s))
             for each in floats
         ]
-        more = [cost.bytes_read - plain[0].bytes_read for (cost,) in wide]
+        more = [sum(cost.bytes_read for cost in costs) - plain[0].bytes_read for costs in wide]
         return more == [each.nbytes for each in floats]
 
     assert broken(law, least=60) == set()

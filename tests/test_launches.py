@@ -13,6 +13,7 @@ from costs_support import calls_of, costs_in, meta
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.costs import costs_of
 from flopmeter.timing.grids import blocks_of_result
+from flopmeter.timing.sectors import sectors_of
 
 aten = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -250,6 +251,38 @@ def test_additions_at_places_take_the_time_of_profiles(add, device, microseconds
     with FlopMeter(device) as meter:
         add()
     assert meter.report().timings[-1].seconds == pytest.approx(1e-6 * microseconds, rel=0.25)
+
+
+def cache_and_token(*shape):
+    """Keys of a cache with room for one more token, and those of a token."""
+    batch, heads, tokens, width = shape
+    return [meta(batch, heads, tokens + 1, width, dtype=BF16)[:, :, :-1], meta(batch, heads, 1, width, dtype=BF16)]
+
+
+@pytest.mark.parametrize(("join", "microseconds"), [
+    (lambda: torch.cat(cache_and_token(32, 8, 1500, 128), 2), 292.5),
+    (lambda: torch.cat([each.contiguous() for each in cache_and_token(32, 8, 1500, 128)], 2), 65.6),
+    (lambda: torch.cat(cache_and_token(64, 32, 512, 64), 2), 398.3),
+    (lambda: torch.stack([meta(32, 8, 1500, 128, dtype=BF16) for _ in range(2)], -1), 350.7),
+    (lambda: torch.cat([image(64, 64, 56, 56, is_last=True), image(64, 32, 56, 56, is_last=True)], 1), 45.7),
+    (lambda: torch.cat([image(64, 512, 7, 7, is_last=True), *[image(64, 32, 7, 7, is_last=True)] * 16], 1), 35.5),
+])  # fmt: skip
+def test_joined_tensors_take_the_time_of_profiles(join, microseconds):
+    """Of an H100 (kernels_select, and a DenseNet's training step). The last one starts 53,312 blocks, most of which
+    find nothing to do: a row of them for each input, as long as the longest needs."""
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        join()
+    launched = [timing.seconds for timing in meter.report().timings]
+    assert sum(launched[-2:] if microseconds == 350.7 else launched[-1:]) == pytest.approx(1e-6 * microseconds, rel=0.1)
+
+
+@pytest.mark.parametrize(("shape", "stride", "sectors"), [
+    ((64,), (1,), 4), ((64,), (2,), 8), ((64,), (16,), 64), ((64,), (64,), 64), ((8, 16), (64, 1), 8),
+    ((8, 24), (64, 1), 16), ((8, 4), (8, 1), 4), ((16, 16), (1, 16), 16), ((4, 16), (0, 1), 1),
+])  # fmt: skip
+def test_elements_that_lie_apart_bring_the_rest_of_their_sectors(shape, stride, sectors):
+    """Sixteen elements of two bytes fill a sector."""
+    assert sectors_of(shape, stride, 2, 32) == pytest.approx(32 * sectors, abs=31)
 
 
 def test_compiled_code_has_no_block_for_each_row_that_it_looks_up():

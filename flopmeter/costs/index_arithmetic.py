@@ -13,7 +13,6 @@ from math import ceil
 from typing import NamedTuple
 
 from flopmeter.records import TensorSpec
-from flopmeter.records.memory_format import dense_strides, is_dense
 
 # Integer instructions for each element, as torch's source has them. For each dimension: a comparison whether there is
 # one more (OffsetCalculator.cuh), multiply-high, add and shift for the quotient, a multiply-subtract for the remainder
@@ -34,15 +33,6 @@ CAST_OPERATIONS = 40
 # Types of 8 bits have kernels of their own (float8_copy_kernel_cuda in Copy.cu), which take four elements at a time and
 # convert by shifts, additions and comparisons (c10/util/Float8_e4m3fn.h).
 FLOAT8_OPERATIONS = 16
-
-# `cat` divides by numbers that it learns at run time (CatArrayBatchedCopy in Shape.cu): 'up to 20 instructions' (CUDA
-# C++ Programming Guide, Arithmetic Instructions), of which a loop finds the reciprocal once; then the remainder and a
-# step. Six divisions for each of 9.2 million elements take 42 µs on an H100 (AMD-AGI/TraceLens), which implies 9
-# each; three for each element of a cache of keys on A100s (Hugging Face optimum-benchmark, torch 2.1) imply 8.
-DIVISION_OPERATIONS = 9
-# Its grid gives each operand threads for half of the device (getCatGrid), so that one large operand takes twice as long
-# as two of half its size.
-OPERANDS_THAT_FILL_A_DEVICE = 2
 
 # A thread of a pooling or an interpolation divides its number by sizes that it learns at run time (and again for where
 # windows begin and end), some of 64 bits, and then visits the elements of its window one by one (DilatedMaxPool2d.cu,
@@ -132,35 +122,6 @@ def _walk(operands: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[_Merge
     if not all(spec.is_strided and len(spec.shape) <= len(shape) for spec in on_device):
         return on_device, []
     return on_device, _runs(shape, [_strides(spec, len(shape)) for spec in on_device])
-
-
-def cat_operations(operands: Sequence[TensorSpec], dimensions: int, *, copies_runs: bool = True) -> int:
-    """Integer operations of a `cat`: it looks up where each element goes, in all dimensions but the slowest, and where
-    it comes from unless its operand has no gaps. `copies_runs`: operands that all lie dense in one order are copied
-    in runs, as torch 2.11 to 2.13 do and 2.1 did not.
-    """
-    if copies_runs and _lie_alike(operands):
-        return 0
-    look_up = (dimensions - 1) * (DIVISION_OPERATIONS + 2)
-    each = [spec.numel * ((1 if _is_dense(spec) else 2) * look_up + 2 * ADDRESS_OPERATIONS) for spec in operands]
-    return max(sum(each), OPERANDS_THAT_FILL_A_DEVICE * max(each, default=0))
-
-
-def cat_sectors(operands: Sequence[TensorSpec]) -> int:
-    """Scattered sectors of a `cat`, which takes the elements of each operand in the order of its shape."""
-    if _lie_alike(operands):
-        return 0
-    ordered = (spec._replace(stride=dense_strides(spec.shape, channels_last=False)) for spec in operands)
-    return sum(scattered_sectors(pair) for pair in zip(ordered, operands, strict=True))
-
-
-def _lie_alike(operands: Sequence[TensorSpec]) -> bool:
-    """Whether all are dense, in one order of dimensions."""
-    return any(all(_is_dense(spec, order) for spec in operands) for order in (False, True))
-
-
-def _is_dense(spec: TensorSpec, channels_last: bool = False) -> bool:
-    return is_dense(spec.shape, spec.stride, channels_last=channels_last)
 
 
 def _strides(spec: TensorSpec, dimensions: int) -> tuple[int, ...]:

@@ -51,6 +51,7 @@ from flopmeter.records.work import (
     Convolution,
     ConvolutionWork,
     FormulaWork,
+    GridLoop,
     GroupedMatmulWork,
     HostCopy,
     KernelWork,

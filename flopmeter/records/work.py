@@ -196,6 +196,15 @@ MatrixWork = (
 # --- all other kernels ----------------------------------------------------------------------------------------------
 
 
+class GridLoop(NamedTuple):
+    """A row of blocks for each of several inputs, each row as long as the longest input needs, but with no more blocks
+    than an SM is to hold: these take the input in turns (a 'grid-stride loop')."""
+
+    rows: int
+    longest: int  # blocks that the longest input would take without the limit
+    blocks_per_sm: int  # of a row
+
+
 class ThreadGrid(NamedTuple):
     """Thread blocks whose threads walk over their inputs, each step an access to memory that waits for the one before.
 
@@ -211,6 +220,7 @@ class ThreadGrid(NamedTuple):
     operations: int = 0  # integer instructions of a thread
     joiners: int = 0  # threads that add up the parts of one result; 0: the inputs of a result stay in one block
     chains: int = 1  # of instructions of a thread that do not wait for each other, such as those of several elements
+    loop: GridLoop | None = None  # if no more blocks start than an SM is to hold; `blocks` is what would do without
 
 
 class VectorWork(NamedTuple):

@@ -18,6 +18,7 @@ from flopmeter.records import (
 )
 from flopmeter.records.dtypes import DTYPES
 from flopmeter.timing import constants
+from flopmeter.timing.sectors import unused_bytes
 
 _ACCESS_OF_CLASS: dict[str, Access] = {
     NORMALIZATION: "normalize",
@@ -36,9 +37,8 @@ def memory_seconds(cost: Cost, work: VectorWork, hardware: Hardware, cached_byte
         return link_seconds(cost.work, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware)
     missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in work.rereads)
-    traffic = (cost.bytes - cached_bytes + missed) / bandwidth
-    traffic += cached_bytes / cache_bytes_per_s(hardware)
-    return traffic
+    missed += unused_bytes(cost, hardware) * (1.0 - cached_bytes / max(cost.bytes, 1))
+    return (cost.bytes - cached_bytes + missed) / bandwidth + cached_bytes / cache_bytes_per_s(hardware)
 
 
 def scattered_seconds(work: VectorWork, hardware: Hardware) -> float:

@@ -6,7 +6,7 @@ from math import ceil
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import ThreadGrid
+from flopmeter.records import GridLoop, ThreadGrid
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import cycles_to_seconds, resident_threads
 
@@ -28,20 +28,30 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
     shared = blocks_of_result(grid, hardware)
     blocks, steps = grid.blocks * shared, ceil(ceil(grid.steps / shared) / grid.at_a_time)
     at_a_time = min(resident_threads(hardware) // grid.threads, constants.MOST_BLOCKS_PER_SM) * hardware.sm_count
-    cycles = (1.0 - cached_share) * constants.STEP_CYCLES + cached_share * constants.CACHED_STEP_CYCLES + grid.cycles
-    waves = max(1.0, blocks / at_a_time)
+    access = (1.0 - cached_share) * constants.STEP_CYCLES + cached_share * constants.CACHED_STEP_CYCLES
+    started, turns = blocks_of_loop(grid.loop, hardware) if grid.loop else (blocks, 1)
+    waves = max(turns, blocks / at_a_time)
     joining = 0.0
     if shared > 1:
         joining = constants.LAST_BLOCK_CYCLES + ceil(shared / grid.joiners) * constants.JOINING_STEP_CYCLES
     filling = constants.LANES_OF_SM * constants.ARITHMETIC_LATENCY_CYCLES
     share_of_sm = min(1.0, grid.threads * grid.chains / filling)
+    walking = waves * steps * (access + grid.cycles)
+    if grid.loop:
+        walking -= access  # the first one of a kernel is priced apart
     return GridTime(
-        cycles_to_seconds(max(blocks * constants.BLOCK_START_CYCLES, waves * steps * cycles), hardware),
+        cycles_to_seconds(max(started * constants.BLOCK_START_CYCLES, walking), hardware),
         blocks * grid.threads * grid.operations,
         min(1.0, blocks * share_of_sm / hardware.sm_count),
         min(1.0, blocks / hardware.sm_count),
         cycles_to_seconds(joining, hardware),
     )
+
+
+def blocks_of_loop(loop: GridLoop, hardware: Hardware) -> tuple[int, int]:
+    """How many blocks start, those without work included, and how many turns one takes."""
+    in_row = max(1, min(loop.longest, loop.blocks_per_sm * hardware.sm_count))
+    return loop.rows * in_row, ceil(loop.longest / in_row)
 
 
 def blocks_of_result(grid: ThreadGrid, hardware: Hardware) -> int:

@@ -11,8 +11,6 @@ from flopmeter.costs.index_arithmetic import (
     NORMAL_OPERATIONS,
     RANDOM_OPERATIONS,
     ROLL_OPERATIONS,
-    cat_operations,
-    cat_sectors,
 )
 from flopmeter.costs.rules import FREE, make_cost, rule, scratch, zeros
 from flopmeter.costs.windows import covered
@@ -108,14 +106,6 @@ def triangle(call: Call) -> Cost:
     if out.storage == x.storage:
         return make_cost(call, MOVEMENT, read=(), written=(Region(x, max(0, x.nbytes - kept)),))
     return make_cost(call, MOVEMENT, read=(Region(x, min(kept, x.nbytes)),))
-
-
-@rule(aten.cat, aten.stack)
-def cat(call: Call) -> Cost:
-    """Reads what moves, writes where it goes. A stack is a `cat` of its inputs with one more dimension."""
-    (out,) = call.outputs
-    looked_up, sectors = cat_operations(call.inputs, len(out.shape)), cat_sectors(call.inputs)
-    return make_cost(call, MOVEMENT, index_operations=looked_up, scattered_sectors=sectors)
 
 
 @rule(aten.roll)

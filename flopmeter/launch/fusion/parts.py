@@ -57,7 +57,8 @@ def parts_of(kernels: list[Kernel], graphs: list[int | None], places: list[int])
         if id(op) not in own:
             own[id(op)] = op._replace(storages=(*op.storages, *(fresh_storage() for _ in range(_PRIVATE))))
         if (cost, is_eager) not in made:
-            role, numbered = role_of(op.call, cost), _numbered(cost, len(op.storages))
+            whole = cost if is_eager else _into_whole(op, cost)
+            role, numbered = role_of(op.call, whole), _numbered(whole, len(op.storages))
             into_zeros = role.scatters and len(numbered.writes) > 1
             apart = _into_zeros if into_zeros else _apart
             cut = [(numbered, role)] if is_eager else apart(op, numbered, role)
@@ -102,8 +103,9 @@ def _is_filled_in_vain(part: Part, later: list[Part]) -> bool:
 def _is_continued(first: Part, second: Part) -> bool:
     same = first.graph is not None and first.role.elements == second.role.elements
     fills = not first.cost.reads and _written(first) == _written(second)  # zeros, and what is copied into them
-    both = (first, second)
-    return same and all(is_pointwise(part.role) and (fills or part.cost.op_class == ELEMENTWISE) for part in both)
+    both, puts_together = (first, second), first.op.call.func.overloadpacket in PUT_TOGETHER
+    one_loop = fills or puts_together or all(part.cost.op_class == ELEMENTWISE for part in both)
+    return same and one_loop and all(is_pointwise(part.role) for part in both)
 
 
 def _written(part: Part) -> set[TensorSpec | None]:
@@ -128,6 +130,13 @@ def _as_one(parts: list[Part], read_later: Set[TensorSpec | None]) -> Cost:
         flops_by_class=flops_of(last.op_class, (part.cost.flops_by_class for part in parts)),
         transcendentals=sum(part.cost.transcendentals for part in parts),
     )
+
+
+def _into_whole(op: Op, cost: Cost) -> Cost:
+    """A loop over all that inputs are put together to, where eager kernels write the part of one input each."""
+    if op.call.func.overloadpacket not in PUT_TOGETHER:
+        return cost
+    return replace(cost, writes=tuple(Region(spec, spec.nbytes) for spec in op.call.outputs))
 
 
 def _numbered(cost: Cost, storages: int) -> Cost:

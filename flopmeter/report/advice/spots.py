@@ -214,7 +214,7 @@ def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
         return "it crosses the link between host and device"
     work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
     rows = max((reread.rows for reread in work.rereads), default=report.hardware.sm_count)
-    if work.grid is not None and not work.grid.joiners:
+    if work.grid is not None and not work.grid.joiners and work.grid.loop is None:
         rows = work.grid.blocks
     if rows < report.hardware.sm_count and share < NEAR_PEAK:
         return f"few rows: {rows} for {report.hardware.sm_count} SMs, since no row is shared by two"
@@ -229,6 +229,8 @@ def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
         return "the threads of a row wait for memory and for each other: its rows are short"
     if cost.access == "strided":
         return "it goes through memory in another order than its input lies"
+    if work.index_operations and work.grid is not None and work.grid.loop is not None:
+        return "it looks up where each element goes: inputs have gaps, or their rows are no multiples of 16 bytes"
     if work.index_operations:
         return "its operands do not lie alike (one is repeated, or has gaps): an address is computed for each element"
     return f"bound by memory, at {percent(share)} % of the bandwidth"
