@@ -37,7 +37,7 @@ STEP_OPERATIONS = 2
 # Clock cycles of one, which waits for the one before, and a load for all of them. An input alone has half of an SM's
 # threads, too few to hide that: six divisions and a load take 1,400 cycles on an H100 (validation/traces,
 # kernels_select).
-DIVISION_CYCLES = 75
+DIVISION_CYCLES = 85
 
 
 class CatKernel(NamedTuple):
