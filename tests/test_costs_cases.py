@@ -417,7 +417,8 @@ RELATIVES: dict[str, Case] = {
     "_foreach_copy": (lambda: aten._foreach_copy([T(6), T(5)], [T(6), T(5)]), 0, 44, 44),
     "rand_like": (lambda: aten.rand_like(T(6)), 0, 0, 24),
     "random_": (lambda: aten.random_(i64(6)), 0, 0, 48),
-    "randperm": (lambda: aten.randperm(6, device="meta"), 0, 0, 48),
+    # Six keys of four bytes and six numbers of eight are made, sorted in one go, and the keys compared.
+    "randperm": (lambda: aten.randperm(6, device="meta"), 0, 72 + 24, 24 + 48 + 72),
     "repeat_interleave": (lambda: aten.repeat_interleave(i64(4), output_size=10), 0, 32, 80),
     "__lshift__": (lambda: aten.__lshift__(i64(6), 1), 0, 48, 48),
     "__rshift__": (lambda: aten.__rshift__(i64(6), 1), 0, 48, 48),

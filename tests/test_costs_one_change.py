@@ -111,7 +111,7 @@ WALKS = {
 # has statistics to take in training alone. What sorts has kernels of several sorts, most of which walk in order.
 WALKS_IN_SEVERAL_WAYS = {
     "embedding", "gather", "index", "index_select",
-    "sort", "topk", "_unique", "_unique2", "embedding_dense_backward", "_embedding_bag_backward",
+    "sort", "topk", "_unique", "_unique2", "randperm", "embedding_dense_backward", "_embedding_bag_backward",
     "_embedding_bag_dense_backward", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put",
     "_unsafe_masked_index_put_accumulate",
     "clone", "copy", "copy_", "cumprod", "cudnn_batch_norm", "cudnn_batch_norm_backward", "native_batch_norm",

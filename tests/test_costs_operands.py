@@ -294,7 +294,6 @@ FACTORIES = {
     "uniform numbers": (lambda: torch.rand(3, 5, device="meta"), 15 * 4),
     "normal numbers like another": (lambda: torch.randn_like(T(3, 5)), 15 * 4),
     "integers": (lambda: torch.randint(9, (3, 5), device="meta"), 15 * 8),
-    "a permutation": (lambda: torch.randperm(7, device="meta"), 7 * 8),
 }
 
 

@@ -276,6 +276,65 @@ def test_joined_tensors_take_the_time_of_profiles(join, microseconds):
     assert sum(launched[-2:] if microseconds == 350.7 else launched[-1:]) == pytest.approx(1e-6 * microseconds, rel=0.1)
 
 
+def channels_of(channels, *shape):
+    """The first channels of an image, channels last."""
+    return image(*shape, is_last=True)[:, :channels]
+
+
+def bf16(*shape):
+    return meta(*shape, dtype=BF16)
+
+
+@pytest.mark.parametrize(("op", "first", "second", "microseconds"), [
+    (aten.add, channels_of(128, 64, 512, 28, 28), channels_of(128, 64, 480, 28, 28), 21.6),
+    (aten.mul, bf16(64, 32, 1, 128), bf16(64, 1, 1, 128), 2.9),
+    (aten.mul, bf16(4, 1024, 1024), bf16(1024), 11.1),
+    (aten.add, meta(16, 1024, 768), bf16(16, 1024, 768), 54.2),
+    (aten.add, bf16(32, 384, 768), meta(32, 384, 768), 44.4),
+    (aten.mul, bf16(4096, 3, 64, 64), meta(3, 1, 1), 244.2),
+    (aten.div, bf16(4096, 4096), meta(4096, 1), 78.8),
+    (aten.mul, meta(64, 256, 28, 28), bf16(64, 256, 28, 28), 55.0),
+])  # fmt: skip
+def test_sums_and_products_of_tensors_that_do_not_lie_alike_or_have_two_types_take_the_time_of_profiles(
+    op, first, second, microseconds
+):
+    """Of an H100: a DenseNet's training step, a Llama that decodes, residuals under autocast, a Swin V2, quantisation
+    to fp8, a ConvNeXt."""
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        op(first, second)
+    assert meter.report().kernel_seconds == pytest.approx(1e-6 * microseconds, rel=0.15)
+
+
+def test_on_amd_a_thread_loads_all_its_elements_before_it_waits():
+    """A product of a table and a row, beside one of two tables: only index arithmetic is more."""
+    table, row = bf16(4096, 40), bf16(40)
+    seconds = {}
+    for device in ("h100-sxm5-80gb", "mi300x"):
+        with FlopMeter(device) as meter:
+            table * row
+            table * table
+        seconds[device] = [timing.seconds for timing in meter.report().timings]
+    by_row, alike = seconds["h100-sxm5-80gb"]
+    assert by_row - alike > 0.4e-6  # three more steps of 320 cycles
+    by_row, alike = seconds["mi300x"]
+    assert by_row - alike < 0.3e-6
+
+
+@pytest.mark.parametrize(("n", "bits", "microseconds"), [
+    (10_000, 29, 46.1), (1_000_000, 43, 159.1), (10_000_000, 49, 1292.8),
+])  # fmt: skip
+def test_a_permutation_sorts_random_keys(n, bits, microseconds):
+    """The passes of profiles: of eight bits each, over keys of four and of eight bytes. Their times are without those
+    of the keys and of the numbers, which are ops of their own there."""
+    costs = costs_of(calls_of(lambda: torch.randperm(n, device="meta"))[-1])
+    passes = [cost for cost in costs if cost.bytes_read and cost.bytes_written]
+    assert len(passes) == ceil(bits / 8)
+    assert passes[-1].bytes_read == n * ((4 if bits < 32 else 8) + 8)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        torch.randperm(n, device="meta")
+    assert meter.report().kernel_seconds == pytest.approx(1e-6 * microseconds, rel=0.25)
+
+
 @pytest.mark.parametrize(("shape", "stride", "sectors"), [
     ((64,), (1,), 4), ((64,), (2,), 8), ((64,), (16,), 64), ((64,), (64,), 64), ((8, 16), (64, 1), 8),
     ((8, 24), (64, 1), 16), ((8, 4), (8, 1), 4), ((16, 16), (1, 16), 16), ((4, 16), (0, 1), 1),

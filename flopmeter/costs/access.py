@@ -11,7 +11,13 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, FLOAT8_OPERATIONS, index_operations, scattered_sectors
+from flopmeter.costs.index_arithmetic import (
+    CAST_OPERATIONS,
+    FLOAT8_OPERATIONS,
+    elements_grid,
+    index_operations,
+    scattered_sectors,
+)
 from flopmeter.costs.reduce_grid import grid_of
 from flopmeter.records import Access, Call, TensorSpec, ThreadGrid
 from flopmeter.torch_names.operators import aten
@@ -73,7 +79,11 @@ class Walk(NamedTuple):
 
     def over(self, operands: Sequence[TensorSpec]) -> Walk:
         """The same of a kernel that walks these operands together, outputs first."""
-        return self._replace(index_operations=index_operations(operands), scattered_sectors=scattered_sectors(operands))
+        return self._replace(
+            index_operations=index_operations(operands),
+            scattered_sectors=scattered_sectors(operands),
+            grid=elements_grid(operands),
+        )
 
 
 def walk(call: Call) -> Walk:
@@ -118,7 +128,8 @@ def _copy(call: Call) -> Walk:
         return Walk(link_bytes=source.nbytes, blocks_host=not call.argument("non_blocking"))
     operands = target, source
     operations = index_operations(operands) + cast_operations(source.dtype, target.dtype) * target.numel
-    return Walk("strided" if _order(source) != _order(target) else None, operations, scattered_sectors(operands))
+    access: Access | None = "strided" if _order(source) != _order(target) else None
+    return Walk(access, operations, scattered_sectors(operands), elements_grid(operands))
 
 
 def cast_operations(source: torch.dtype, target: torch.dtype) -> int:

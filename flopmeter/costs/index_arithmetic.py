@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from flopmeter.records import TensorSpec
+from flopmeter.records import TensorSpec, ThreadGrid
 
 # Integer instructions for each element, as torch's source has them. For each dimension: a comparison whether there is
 # one more (OffsetCalculator.cuh), multiply-high, add and shift for the quotient, a multiply-subtract for the remainder
@@ -30,6 +30,11 @@ SINGLE_OPERATIONS = 8
 # from fp32 to fp16 and bf16, which have kernels of their own (Copy.cu). 9.2 million elements from bf16 to fp32 take
 # 29 µs on an H100, the other way 18 (trace in AMD-AGI/TraceLens).
 CAST_OPERATIONS = 40
+# An element-wise kernel whose operands have several types does the same: 12.6 million sums of an fp32 and a bf16 number
+# take 54 µs on an H100, of which their bytes take 43 (validation/traces, gpt2). Where it also finds the place of each
+# element, which it then loads and stores one by one in any case, it takes so many more: from quotients and products by
+# repeated rows, 24 to 35.
+SINGLE_CAST_OPERATIONS = 24
 # Types of 8 bits have kernels of their own (float8_copy_kernel_cuda in Copy.cu), which take four elements at a time and
 # convert by shifts, additions and comparisons (c10/util/Float8_e4m3fn.h).
 FLOAT8_OPERATIONS = 16
@@ -68,6 +73,12 @@ BLOCK_ELEMENTS = 512
 SECTOR_BYTES = 32
 
 
+# Threads of a block that takes elements one by one, and elements of a thread, by the bytes of a result
+# (launch_legacy_kernel in CUDALoops.cuh).
+ELEMENT_THREADS = 128
+NARROW_ELEMENTS, WIDE_ELEMENTS, WIDE_BYTES = 4, 2, 4
+
+
 class _Merged(NamedTuple):
     """Dimensions that all operands walk as one: how many elements, and how far apart they lie in each operand."""
 
@@ -82,6 +93,18 @@ def index_operations(operands: Sequence[TensorSpec]) -> int:
         return 0
     steps = len(runs) * (DIMENSION_OPERATIONS + STEP_OPERATIONS * len(on_device))
     return operands[0].numel * (steps + ADDRESS_OPERATIONS * len(on_device) + SINGLE_OPERATIONS)
+
+
+def elements_grid(operands: Sequence[TensorSpec]) -> ThreadGrid | None:
+    """Of a kernel that works out where each element lies. A thread loads, computes and stores one of its elements after
+    another, since what it stores might be what it loads next. None where vectors are loaded, or nothing but repeated
+    elements, for which a thread does not wait."""
+    out, *inputs = operands
+    if not index_operations(operands) or all(2 * spec.distinct_elements <= out.numel for spec in inputs):
+        return None
+    of_thread = NARROW_ELEMENTS if out.dtype.itemsize < WIDE_BYTES else WIDE_ELEMENTS
+    blocks = ceil(out.numel / of_thread / ELEMENT_THREADS)
+    return ThreadGrid(blocks, ELEMENT_THREADS, min(of_thread, ceil(out.numel / ELEMENT_THREADS)), starts_apart=True)
 
 
 def place_operations(threads: int, visited: int = 0) -> int:

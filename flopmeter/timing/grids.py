@@ -23,7 +23,7 @@ class GridTime(NamedTuple):
 
 def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -> GridTime:
     """`cached_share`: the share of the kernel's bytes that the L2 cache holds."""
-    if grid is None or not grid.blocks * grid.threads or hardware.vendor not in ("nvidia", "amd"):
+    if grid is None or not grid.blocks * grid.threads or not _waits(grid, hardware):
         return GridTime()
     shared = blocks_of_result(grid, hardware)
     blocks, steps = grid.blocks * shared, ceil(ceil(grid.steps / shared) / grid.at_a_time)
@@ -37,8 +37,8 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
     filling = constants.LANES_OF_SM * constants.ARITHMETIC_LATENCY_CYCLES
     share_of_sm = min(1.0, grid.threads * grid.chains / filling)
     walking = waves * steps * (access + grid.cycles)
-    if grid.loop:
-        walking -= access  # the first one of a kernel is priced apart
+    if grid.starts_apart:
+        walking -= access
     return GridTime(
         cycles_to_seconds(max(started * constants.BLOCK_START_CYCLES, walking), hardware),
         blocks * grid.threads * grid.operations,
@@ -46,6 +46,12 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
         min(1.0, blocks / hardware.sm_count),
         cycles_to_seconds(joining, hardware),
     )
+
+
+def _waits(grid: ThreadGrid, hardware: Hardware) -> bool:
+    """On AMD's, torch loads all elements of a thread before it stores one (elementwise_kernel_manual_unroll in
+    CUDALoops.cuh)."""
+    return hardware.vendor == "nvidia" or (hardware.vendor == "amd" and not grid.starts_apart)
 
 
 def blocks_of_loop(loop: GridLoop, hardware: Hardware) -> tuple[int, int]:

@@ -6,11 +6,18 @@ counted on the formula in its comment. The second number says how many of them a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.index_arithmetic import RANDOM_OPERATIONS
+from flopmeter.costs.index_arithmetic import (
+    CAST_OPERATIONS,
+    RANDOM_OPERATIONS,
+    SINGLE_CAST_OPERATIONS,
+    index_operations,
+)
 from flopmeter.costs.rules import (
     COMPLEX_ADD,
     COMPLEX_DIVIDE,
@@ -145,7 +152,18 @@ def elementwise(
         fused_multiply_add=fused_multiply_add,
         complex_factor=1,
         walks=operands,
+        index_operations=_looked_up(operands),
     )
+
+
+def _looked_up(operands: Sequence[TensorSpec]) -> int:
+    """Integer operations of an element-wise kernel. Where operands have several types it asks for that of each at run
+    time and casts it (`needs_dynamic_casting`, FunctionTraits.h and CUDALoops.cuh); a mask has one of its own."""
+    device, operations = operands[0].device, index_operations(operands)
+    types = {spec.dtype for spec in operands if spec.device == device and spec.dtype is not torch.bool}
+    if len(types) < 2:
+        return operations
+    return operations + operands[0].numel * (SINGLE_CAST_OPERATIONS if operations else CAST_OPERATIONS)
 
 
 def of_numbers(call: Call, per_element: PerElement, of_complex: PerElement | None) -> PerElement:

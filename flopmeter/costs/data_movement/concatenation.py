@@ -114,7 +114,8 @@ def _can_be_taken_at_once(inputs: Sequence[TensorSpec]) -> bool:
 def _grid(kernel: CatKernel, inputs: Sequence[TensorSpec]) -> ThreadGrid:
     needed = [ceil(spec.numel / kernel.at_a_time / kernel.threads) for spec in inputs]
     loop = GridLoop(len(inputs), max(needed), kernel.blocks_per_sm)
-    return ThreadGrid(sum(needed), kernel.threads, 1, cycles=kernel.divisions * DIVISION_CYCLES, loop=loop)
+    cycles = kernel.divisions * DIVISION_CYCLES
+    return ThreadGrid(sum(needed), kernel.threads, 1, cycles=cycles, starts_apart=True, loop=loop)
 
 
 def _scattered_sectors(inputs: Sequence[TensorSpec]) -> int:

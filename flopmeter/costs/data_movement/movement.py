@@ -175,7 +175,7 @@ def constant_pad(call: Call) -> tuple[Cost, Cost]:
 
 
 @rule(
-    aten.rand, aten.rand_like, aten.randn, aten.randn_like, aten.randint, aten.randint_like, aten.randperm,
+    aten.rand, aten.rand_like, aten.randn, aten.randn_like, aten.randint, aten.randint_like,
     aten.bernoulli_, aten.normal_, aten.uniform_, aten.exponential_, aten.random_, aten.cauchy_, aten.log_normal_,
     aten.geometric_, aten._philox_normal_, aten._philox_uniform_, aten._philox_randint_,  # the last since torch 2.15
     aten._philox_normal, aten._philox_uniform, aten._philox_randint,

@@ -1,4 +1,5 @@
-"""Sorting: `sort`, `topk` and `unique`, kernel by kernel as torch launches them on CUDA. No arithmetic: 0 FLOP.
+"""Sorting: `sort`, `topk`, `unique` and `randperm`, kernel by kernel as torch launches them on CUDA. No arithmetic: 0
+FLOP.
 
 Rows of at most 4096 elements are sorted by one thread block each (Sort.cu), longer ones by cub, digit by digit
 (SortStable.cu); `topk` counts digits from the highest on until it knows the k-th value (TensorTopK.cu), gathers what is
@@ -8,12 +9,13 @@ above it, and sorts that. All files are in aten/src/ATen/native/cuda; they ask f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, log2
+from math import ceil, log, log2
 
 import torch
 
+from flopmeter.costs.index_arithmetic import RANDOM_OPERATIONS
 from flopmeter.costs.rules import make_cost, rule, scratch
-from flopmeter.records import MOVEMENT, SORTING, Call, Cost, TensorSpec, ThreadGrid
+from flopmeter.records import MOVEMENT, RANDOM, SORTING, Call, Cost, TensorSpec, ThreadGrid
 from flopmeter.records.powers_of_two import power_of_two_from
 from flopmeter.torch_names.operators import aten
 
@@ -33,6 +35,10 @@ COUNTING_KERNELS = 4  # memory set to zero twice, counts, and their sums
 LOAD_OPERATIONS, COUNT_OPERATIONS, RANK_OPERATIONS = 20, 7, 140
 # Until each has a number, by a division; and to look up its value by that.
 NUMBER_OPERATIONS, LOOK_UP_OPERATIONS = 42, 57
+
+# --- permutations ----------------------------------------------------------------------------------------------------
+
+LIKELY_APART, INT32_BITS = 0.9, 31  # bits of the longest keys that are int32
 
 # --- rows that one block sorts ---------------------------------------------------------------------------------------
 
@@ -98,6 +104,29 @@ def _sorted_in_one_tile(call: Call, given: Sequence[TensorSpec], results: Sequen
     operations = ceil(bits / SEGMENT_DIGIT_BITS) * items * RANK_OPERATIONS
     grid = ThreadGrid(1, SINGLE_TILE_THREADS, 1, operations=operations, chains=items)
     return make_cost(call, SORTING, read=given, written=results, access="stream", grid=grid)
+
+
+@rule(aten.randperm)
+def randperm(call: Call) -> tuple[Cost, ...]:
+    """Numbers in the order of random keys. These have as many bits as make it likely (.9) that no two are alike; those
+    that are, next to each other then, are found and put in a random order (Randperm.cu)."""
+    (out,) = call.outputs
+    n = out.numel
+    if n <= 1:
+        return (make_cost(call, MOVEMENT),)
+    bits = min(64, ceil(log2(n - (6 * n * n + 1) / (12 * log(LIKELY_APART)))))
+    keys = scratch(out, 3)._replace(dtype=torch.int32 if bits <= INT32_BITS else torch.int64)
+    numbers = scratch(out, 4)
+    drawn = make_cost(call, RANDOM, read=(), written=(keys,), index_operations=RANDOM_OPERATIONS * n)
+    ordered = radix_sort(call, keys, numbers, bits, (scratch(keys, 5), out))
+    return drawn, make_cost(call, MOVEMENT, read=(), written=(numbers,)), *ordered, _alike(call, ordered[-1])
+
+
+def _alike(call: Call, ordered: Cost) -> Cost:
+    """Each thread compares two keys."""
+    keys = ordered.writes[0].spec
+    assert keys is not None
+    return make_cost(call, SORTING, read=(keys,), written=(), access="stream")
 
 
 @rule(aten.sort)
