@@ -22,6 +22,8 @@ from flopmeter.timing.floors import least_seconds
 from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel, as_found_by, legacy_mma_share, named
 from flopmeter.timing.timeline import op_seconds
 
+# How cuBLAS and cuDNN name their kernels; of CUTLASS's in fp32 these are the ones that multiply on Tensor Cores.
+_SIGNS_OF_TF32 = ("tf32", "tensorop_s1688gemm")
 _TO_OR_FROM_HOST = ("HtoD", "DtoH")  # in the names that CUPTI gives to copies
 _ATEN = "aten::"
 _SECONDS = 1e-9  # of a nanosecond
@@ -117,7 +119,7 @@ class _Pricer:
         crosses_link = bool(launched) and all(
             one.is_copy and any(way in one.name for way in _TO_OR_FROM_HOST) for one in launched
         )
-        is_tf32 = any("tf32" in one.name.lower() for one in launched)  # as cuBLAS and cuDNN name their kernels
+        is_tf32 = any(sign in one.name.lower() for one in launched for sign in _SIGNS_OF_TF32)
         ran = _library_kernel(one.name for one in launched)
         key = (event.name, event.inputs, crosses_link, is_tf32, ran)
         if key not in self._known:
