@@ -28,7 +28,8 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
     shared = blocks_of_result(grid, hardware)
     blocks, steps = grid.blocks * shared, ceil(ceil(grid.steps / shared) / grid.at_a_time)
     at_a_time = min(resident_threads(hardware) // grid.threads, constants.MOST_BLOCKS_PER_SM) * hardware.sm_count
-    access = (1.0 - cached_share) * constants.STEP_CYCLES + cached_share * constants.CACHED_STEP_CYCLES
+    of_memory, of_cache = _step_cycles(grid)
+    access = (1.0 - cached_share) * of_memory + cached_share * of_cache
     started, turns = blocks_of_loop(grid.loop, hardware) if grid.loop else (blocks, 1)
     waves = max(turns, blocks / at_a_time)
     joining = 0.0
@@ -46,6 +47,13 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
         min(1.0, blocks / hardware.sm_count),
         cycles_to_seconds(joining, hardware),
     )
+
+
+def _step_cycles(grid: ThreadGrid) -> tuple[float, float]:
+    """From memory and from the cache. Threads that take a few elements in turn keep to the pages of their neighbours."""
+    if grid.starts_apart and not grid.loop:
+        return constants.MEMORY_LATENCY_CYCLES, constants.CACHE_LATENCY_CYCLES
+    return constants.STEP_CYCLES, constants.CACHED_STEP_CYCLES
 
 
 def _waits(grid: ThreadGrid, hardware: Hardware) -> bool:
