@@ -104,7 +104,7 @@ def elements_grid(operands: Sequence[TensorSpec]) -> ThreadGrid | None:
         return None
     of_thread = NARROW_ELEMENTS if out.dtype.itemsize < WIDE_BYTES else WIDE_ELEMENTS
     blocks = ceil(out.numel / of_thread / ELEMENT_THREADS)
-    return ThreadGrid(blocks, ELEMENT_THREADS, min(of_thread, ceil(out.numel / ELEMENT_THREADS)), starts_apart=True)
+    return ThreadGrid(blocks, ELEMENT_THREADS, min(of_thread, ceil(out.numel / ELEMENT_THREADS)), by_element=True)
 
 
 def place_operations(threads: int, visited: int = 0) -> int:

@@ -220,7 +220,7 @@ class ThreadGrid(NamedTuple):
     operations: int = 0  # integer instructions of a thread
     joiners: int = 0  # threads that add up the parts of one result; 0: the inputs of a result stay in one block
     chains: int = 1  # of instructions of a thread that do not wait for each other, such as those of several elements
-    starts_apart: bool = False  # its first access is the kernel's, which is priced apart
+    by_element: bool = False  # an element-wise kernel; its first access is that of the kernel, which is priced apart
     loop: GridLoop | None = None  # if no more blocks start than an SM is to hold; `blocks` is what would do without
 
 

@@ -38,7 +38,7 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
     filling = constants.LANES_OF_SM * constants.ARITHMETIC_LATENCY_CYCLES
     share_of_sm = min(1.0, grid.threads * grid.chains / filling)
     walking = waves * steps * (access + grid.cycles)
-    if grid.starts_apart:
+    if grid.by_element:
         walking -= access
     return GridTime(
         cycles_to_seconds(max(started * constants.BLOCK_START_CYCLES, walking), hardware),
@@ -50,8 +50,8 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
 
 
 def _step_cycles(grid: ThreadGrid) -> tuple[float, float]:
-    """From memory and from the cache. Threads that take a few elements in turn keep to the pages of their neighbours."""
-    if grid.starts_apart and not grid.loop:
+    """From memory and from the cache. Threads that take a few elements in turn keep to the pages of others."""
+    if grid.by_element and not grid.loop:
         return constants.MEMORY_LATENCY_CYCLES, constants.CACHE_LATENCY_CYCLES
     return constants.STEP_CYCLES, constants.CACHED_STEP_CYCLES
 
@@ -59,7 +59,7 @@ def _step_cycles(grid: ThreadGrid) -> tuple[float, float]:
 def _waits(grid: ThreadGrid, hardware: Hardware) -> bool:
     """On AMD's, torch loads all elements of a thread before it stores one (elementwise_kernel_manual_unroll in
     CUDALoops.cuh)."""
-    return hardware.vendor == "nvidia" or (hardware.vendor == "amd" and not grid.starts_apart)
+    return hardware.vendor == "nvidia" or (hardware.vendor == "amd" and not grid.by_element)
 
 
 def blocks_of_loop(loop: GridLoop, hardware: Hardware) -> tuple[int, int]:

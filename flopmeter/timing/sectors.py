@@ -4,7 +4,10 @@ leave a part of each unused."""
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from collections.abc import Sequence
 from math import ceil
+from typing import NamedTuple
 
 from flopmeter.costs.index_arithmetic import SECTOR_BYTES
 from flopmeter.device.hardware import Hardware
@@ -12,34 +15,45 @@ from flopmeter.records import Cost, Region, TensorSpec
 from flopmeter.timing import constants
 
 
+class _Gapped(NamedTuple):
+    """A region that leaves a part of its sectors unused."""
+
+    place: TensorSpec  # alike for regions between each other, such as even and odd places of a tensor
+    touched_bytes: int
+    sector_bytes: int
+
+
 def unused_bytes(cost: Cost, hardware: Hardware) -> int:
-    """Bytes that a kernel moves between memory and cache beside those that it touches. Regions that lie alike in one
-    storage, such as even and odd places, are taken to be parts of the same sectors."""
+    """Bytes that a kernel moves between memory and cache beside those that it touches. What it writes of a sector is
+    put to the rest, which is read for that unless the cache holds all of them."""
     sector = constants.AMD_LINE_BYTES if hardware.vendor == "amd" else SECTOR_BYTES
-    read = {_place(region): _whole(region, sector) for region in cost.reads if region.spec is not None}
-    unused = sum(nbytes - touched for touched, nbytes in read.values())
-    for region in cost.writes:
-        if region.spec is None:
-            continue
-        touched, nbytes = _whole(region, sector)
-        if nbytes > touched:
-            # What is written of a sector is put to the rest, which is read for that, unless the cache keeps all.
-            fills = nbytes > (hardware.l2_cache_bytes or 0) and _place(region) not in read
-            unused += nbytes - touched + fills * nbytes
-    return unused
+    read, written = _gapped(cost.reads, sector), _gapped(cost.writes, sector)
+    if not read and not written:
+        return 0
+    are_read = {each.place for each in read}
+    alone = [each for each in written if each.place not in are_read]
+    filled = sum(each.sector_bytes for each in alone if each.sector_bytes > (hardware.l2_cache_bytes or 0))
+    return _unused(read) + sum(each.sector_bytes - each.touched_bytes for each in written) + filled
 
 
-def _whole(region: Region, sector_bytes: int) -> tuple[int, int]:
-    """Bytes that are touched, and those of all their sectors. Of a tensor that is touched in part, it is not known
-    where."""
-    spec = region.spec
-    if spec is None or not spec.is_strided or region.nbytes != spec.nbytes:
-        return region.nbytes, region.nbytes
-    return region.nbytes, max(region.nbytes, sectors_of(spec.shape, spec.stride, spec.dtype.itemsize, sector_bytes))
+def _unused(read: Sequence[_Gapped]) -> int:
+    """Regions between each other are read at once. (What is written between each other, by `cat`, is not.)"""
+    touched: Counter[TensorSpec] = Counter()
+    for each in read:
+        touched[each.place] += each.touched_bytes
+    moved = {each.place: each.sector_bytes for each in read}
+    return sum(max(0, moved[place] - touched[place]) for place in moved)
 
 
-def _place(region: Region) -> TensorSpec | None:
-    return region.spec and region.spec._replace(offset=0)
+def _gapped(regions: Sequence[Region], sector_bytes: int) -> list[_Gapped]:
+    """Those that are touched in full: of others it is not known where."""
+    found = []
+    for spec, nbytes in regions:
+        if spec is not None and spec.is_strided and nbytes == spec.nbytes:
+            moved = sectors_of(spec.shape, spec.stride, spec.dtype.itemsize, sector_bytes)
+            if moved > nbytes:
+                found.append(_Gapped(spec._replace(offset=0), nbytes, moved))
+    return found
 
 
 @functools.lru_cache(4096)

@@ -30,13 +30,14 @@ LONG_THREADS, LONG_BLOCKS_PER_SM = 128, 32
 SINGLE_THREADS, SINGLE_BLOCKS_PER_SM = 512, 2
 
 # A kernel divides by numbers that it learns at run time: 'up to 20 instructions' (CUDA C++ Programming Guide,
-# Arithmetic Instructions), of which a loop finds the reciprocal once; then the remainder and a step. Six divisions for
-# each of 9.2 million elements take 42 µs on an H100 (AMD-AGI/TraceLens), which implies 9 each.
+# Arithmetic Instructions), of which a loop finds the reciprocal once; then the remainder and a step. On an H100, six
+# divisions for each of 19 and 58 million elements (validation/traces: Swin, ViT) and three for each of 6.4 million more
+# (DenseNet) imply 6 to 8, and six for each of 9.2 million (AMD-AGI/TraceLens) 8.
 DIVISION_OPERATIONS = 7
 STEP_OPERATIONS = 2
-# Clock cycles of one, which waits for the one before, and a load for all of them. An input alone has half of an SM's
-# threads, too few to hide that: six divisions and a load take 1,400 cycles on an H100 (validation/traces,
-# kernels_select).
+# Clock cycles of one, which waits for the one before. An input alone has half of an SM's threads, too few to hide that
+# and the load after it. Set on caches of keys with gaps on an H100 (validation/traces, kernels_select): six divisions.
+# On an A100 that decodes with three (Hugging Face optimum-benchmark, torch 2.1) the largest batches are within 6 %.
 DIVISION_CYCLES = 85
 
 
@@ -47,7 +48,7 @@ class CatKernel(NamedTuple):
     threads: int  # of a block
     blocks_per_sm: int  # of an input
     divisions: int  # for the place of each element, or of each load
-    is_of_loads: bool = False
+    is_of_loads: bool = False  # in rows of whole loads: their places take next to no time
 
 
 @rule(aten.cat, aten.stack)
@@ -64,6 +65,7 @@ def cat(call: Call) -> Cost | tuple[Cost, ...]:
 
 
 def work_of(kernel: CatKernel, inputs: Sequence[TensorSpec]) -> VectorWork:
+    """What its threads do beside moving bytes; inputs without elements left out."""
     places = 0 if kernel.is_of_loads else sum(spec.numel for spec in inputs)
     looked_up = kernel.divisions * (DIVISION_OPERATIONS + STEP_OPERATIONS) + 2 * ADDRESS_OPERATIONS
     return VectorWork(
@@ -115,7 +117,7 @@ def _grid(kernel: CatKernel, inputs: Sequence[TensorSpec]) -> ThreadGrid:
     needed = [ceil(spec.numel / kernel.at_a_time / kernel.threads) for spec in inputs]
     loop = GridLoop(len(inputs), max(needed), kernel.blocks_per_sm)
     cycles = kernel.divisions * DIVISION_CYCLES
-    return ThreadGrid(sum(needed), kernel.threads, 1, cycles=cycles, starts_apart=True, loop=loop)
+    return ThreadGrid(sum(needed), kernel.threads, 1, cycles=cycles, by_element=True, loop=loop)
 
 
 def _scattered_sectors(inputs: Sequence[TensorSpec]) -> int:

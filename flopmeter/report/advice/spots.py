@@ -214,7 +214,7 @@ def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
         return "it crosses the link between host and device"
     work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
     rows = max((reread.rows for reread in work.rereads), default=report.hardware.sm_count)
-    if work.grid is not None and not work.grid.joiners and work.grid.loop is None:
+    if work.grid is not None and not work.grid.joiners and not work.grid.by_element:
         rows = work.grid.blocks
     if rows < report.hardware.sm_count and share < NEAR_PEAK:
         return f"few rows: {rows} for {report.hardware.sm_count} SMs, since no row is shared by two"
