@@ -433,6 +433,27 @@ def test_a_head_dimension_between_two_multiples_of_32_takes_as_long_as_the_large
     assert odd == pytest.approx(padded, rel=0.02)
 
 
+CAUSAL = Mask(right=0)
+EFFICIENT_IN_PROFILES = [
+    ("h100-sxm5-80gb", (1, 16, 16384, 128), CAUSAL, 6422.0, 21204.9),
+    ("h100-sxm5-80gb", (1, 32, 4096, 128), CAUSAL, 904.6, 3006.0),
+    ("h100-sxm5-80gb", (2, 8, 4096, 40), Mask(), 546.9, 1830.4),
+    ("h100-sxm5-80gb", (128, 12, 197, 64), Mask(), 214.6, 701.8),
+    ("h200-sxm-141gb", (4, 10, 2304, 64), Mask(), 428.7, 1342.2),
+    ("h200-sxm-141gb", (1, 40, 3000, 128), CAUSAL, 624.8, 2316.0),
+]
+
+
+@pytest.mark.parametrize(("device", "sizes", "mask", "forward", "backward"), EFFICIENT_IN_PROFILES)
+def test_memory_efficient_kernels_take_the_time_of_profiles(device, sizes, mask, forward, backward):
+    """Microseconds, bf16 (validation/traces, kernels_attention); none of these shapes set a constant."""
+    sequences, heads, length, head = sizes
+    for is_backward, microseconds in ((False, forward), (True, backward)):
+        shape = AttentionShape(sequences, heads, heads, length, length, head, head, mask, is_backward)
+        took = work(attention_cost(shape, "efficient"), load_hardware(device))
+        assert took == pytest.approx(1e-6 * microseconds, rel=0.2)
+
+
 def test_memory_efficient_kernels_need_twice_as_long_without_asynchronous_copies():
     """The same SMs, said to be of Volta."""
     shape = AttentionShape(4, 16, 16, 2048, 2048, 64, 64)
@@ -456,9 +477,9 @@ def test_short_sequences_run_at_a_lower_rate_than_long_ones():
 
 def test_amd_runs_the_kernels_of_aotriton_and_nvidia_those_of_flash_attention():
     mi300x = load_hardware("mi300x")
-    assert kernel_of("flash", mi300x, on_matrix_units=True, splits=False) is constants.AOTRITON
-    assert kernel_of("flash", H100, on_matrix_units=True, splits=False) is constants.FLASH_2
-    assert kernel_of("cudnn", H100, on_matrix_units=True, splits=False) is constants.FLASH_3
+    assert kernel_of("flash", mi300x, in_16_bits=True, splits=False) is constants.AOTRITON
+    assert kernel_of("flash", H100, in_16_bits=True, splits=False) is constants.FLASH_2
+    assert kernel_of("cudnn", H100, in_16_bits=True, splits=False) is constants.FLASH_3
 
 
 def test_on_data_centre_blackwell_the_softmax_runs_beside_the_matmuls():
@@ -493,7 +514,7 @@ def test_blackwell_ultra_passes_the_bound_that_exp_sets_on_blackwell():
 
 def test_a_paged_cache_has_tiles_of_64_queries():
     """flash_fwd_launch_template.h, `run_mha_fwd_splitkv_dispatch`: FlashAttention-2's only kernel for such a cache."""
-    kernel = kernel_of("paged", A100, on_matrix_units=True)
+    kernel = kernel_of("paged", A100, in_16_bits=True)
     shapes = [AttentionShape(1, 1, 1, 4096, 4096, head_dim, head_dim, Mask(right=0)) for head_dim in (64, 128, 256)]
     assert [tile_of(kernel, shape, A100) for shape in shapes] == [(64, 256), (64, 128), (64, 64)]
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
 from flopmeter.records import AttentionBackend, AttentionShape, AttentionWork, Cost, Mask
+from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import access_seconds, cache_bytes_per_s, cycles_to_seconds
 from flopmeter.timing.constants import AttentionKernel
@@ -57,7 +58,8 @@ def attention(cost: Cost, work: AttentionWork, hardware: Hardware, peak: Peak, c
     """
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
     memory = (cost.bytes - cached_bytes) / bandwidth + cached_bytes / cache_bytes_per_s(hardware)
-    launches = _launches(work.shape, work.backend, hardware, peak)
+    in_16_bits = peak.unit == "matrix" and item_bytes_of(cost.dtype) == 2
+    launches = _launches(work.shape, work.backend, hardware, in_16_bits=in_16_bits)
     return fastest(_busy(launch, cost, work, hardware, peak, memory) for launch in launches)
 
 
@@ -92,15 +94,17 @@ def kernel_of(
     backend: AttentionBackend,
     hardware: Hardware,
     *,
-    on_matrix_units: bool,
+    in_16_bits: bool,
     splits: bool = False,
 ) -> AttentionKernel:
-    """The family of kernels that runs for the backend on the device."""
+    """The family of kernels that runs for the backend on the device. `in_16_bits`: on its matrix units."""
     if hardware.vendor == "amd":  # AOTriton has the kernels that take a mask, too
         return constants.AMD_SPLIT if splits else constants.AOTRITON
     if backend == "efficient":
+        if not in_16_bits:
+            return constants.EFFICIENT
         is_old = hardware.compute_capability is not None and hardware.compute_capability < _AMPERE
-        return constants.EFFICIENT_BEFORE_AMPERE if is_old and on_matrix_units else constants.EFFICIENT
+        return constants.EFFICIENT_BEFORE_AMPERE if is_old else constants.EFFICIENT_IN_16_BITS
     if backend == "flex":
         return constants.FLEX
     major, _ = hardware.compute_capability or _HOPPER
@@ -115,15 +119,16 @@ def kernel_of(
     return constants.FLASH_2_PAGED if backend == "paged" else constants.FLASH_2
 
 
-def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardware, peak: Peak) -> list[_Launch]:
+def _launches(
+    shape: AttentionShape, backend: AttentionBackend, hardware: Hardware, *, in_16_bits: bool
+) -> list[_Launch]:
     """The kernels that the library may take. The one that can split the keys is for few queries, which would leave the
     tiles of the other nearly empty, and for few blocks, which would leave SMs idle."""
-    on_matrix_units = peak.unit == "matrix"
-    kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units)
+    kernel = kernel_of(backend, hardware, in_16_bits=in_16_bits)
     whole = _covered(shape, kernel, hardware) if backend != "flex" else _covered_by_template(shape, kernel, hardware)
     if backend not in _SPLITTING or shape.is_backward or hardware.vendor not in _WITH_SPLIT_KEYS:
         return [whole]
-    kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=True)
+    kernel = kernel_of(backend, hardware, in_16_bits=in_16_bits, splits=True)
     split = _covered(shape, kernel, hardware)
     blocks = split.heads * split.grid.blocks
     slices = _slices(blocks, split.grid.longest, hardware.sm_count * kernel.blocks_per_sm)
@@ -300,11 +305,18 @@ def score_seconds(
     cycles += masked_share * constants.MASKED_SCORE_CYCLES
     issue = pipe * issue_ratio(dtype, hardware) * constants.ATTENTION_PIPE_SHARE
     multiplying, softmax = padded * sms / issue, _sm_seconds(cycles, hardware) + _function_seconds(work, hardware)
+    if kernel.flop_per_cycle:
+        softmax *= filled_share
+        most = kernel.flop_per_cycle[shape.is_backward] / _sm_seconds(1.0, hardware)
+        multiplying = padded / min(pipe / sms, most)
     in_turns = multiplying + softmax
     if kernel.hides_softmax:
         in_turns = overlap(multiplying, softmax, constants.VECTOR_OVERLAP)
     with_power = plain * filled_share * sms / peak.sustained_flop_per_s
-    return max(in_turns, padded * sms / pipe, with_power) / kernel.speed
+    speed = kernel.speed
+    if shape.head_dim > constants.MOST_EVEN_HEAD_DIM:
+        speed *= kernel.wide_speed[shape.is_backward]
+    return max(in_turns, padded * sms / pipe, with_power) / speed
 
 
 def _function_seconds(work: AttentionWork, hardware: Hardware) -> float:

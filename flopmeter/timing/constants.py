@@ -215,6 +215,8 @@ class AttentionKernel(NamedTuple):
     shares_in_window: bool = False  # they do so under a window too
     longest_first: bool = False  # under a causal mask the blocks with most keys start first
     speed: float = 1.0  # of all that an SM does for a score, against the family that the other figures are from
+    flop_per_cycle: tuple[float, float] | None = None  # most that the matmuls of an SM reach: forward, backward
+    wide_speed: tuple[float, float] = (1.0, 1.0)  # the same as `speed`, forward and backward, of heads of more than 128
     hides_softmax: bool = False  # that of one tile runs beside the matmuls of another: the cycles above overlap them
     holds_tiles: bool = True  # whole tiles of queries, keys and values lie in the shared memory of an SM
     masks_by_count: bool = False  # forward, so many tiles at the end of a block, and all under a window
@@ -332,15 +334,23 @@ FLASH_4_SPLIT = FLASH_4._replace(
 # Ultra", 2026), and FlashAttention-4 leaves all of it to that unit there.
 FLASH_4_ULTRA = FLASH_4._replace(score_cycles=FLASH_4.score_cycles / 2)
 
-# CUTLASS's memory-efficient kernels, at .73 of FlashAttention-2's speed. From [timm]: attention with a mask, which only
-# they accept, against attention without. Before Ampere they load through registers, in turn with the matmuls (there is
-# no `cp.async`), and pass the scores through shared memory: about half of that. From Stable Diffusion 1.5 on a V100
-# (diffusers' docs at 2c529b75, torch 2.0, 23 runs of 1 to 16 images), whose largest attention has heads of 40.
+# CUTLASS's memory-efficient kernels. In 16 bits they take so many cycles and reach so many FLOP a cycle, whatever the
+# matrix unit could do, since warps of 32 x 32 scores fetch their operands from shared memory; rows without a query have
+# no softmax. Longer heads keep their sums in memory. Set on three shapes of an H100 (torch 2.11, 2026-11:
+# validation/traces, kernels_attention): heads of 128, 64 and 256; 46 calls of 30 µs and more there and on an H200 are
+# met within .09 in the mean, and BEiTs, whose attention has a mask, on RTX 3090 and 4090 ([timm]) within .02.
+# Before Ampere they load through registers, in turn with the matmuls (there is no `cp.async`), and pass the scores
+# through shared memory: about half as fast. From Stable Diffusion 1.5 on a V100 (diffusers' docs at 2c529b75, torch
+# 2.0, 23 runs of 1 to 16 images), whose largest attention has heads of 40.
+# In fp32 and TF32: at .73 of what FlashAttention-2 would reach, which they are within .06 of on an H100.
 EFFICIENT = FLASH_2._replace(
     tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)), tiles_on={}, causal_tiles_on={}, holds_tiles=False,
     masks_by_count=False, speed=0.73,
 )  # fmt: skip
-EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.38)
+EFFICIENT_IN_16_BITS = EFFICIENT._replace(
+    score_cycles=0.24, backward_score_cycles=0.7, flop_per_cycle=(950, 690), wide_speed=(0.78, 0.22), speed=1.0,
+)  # fmt: skip
+EFFICIENT_BEFORE_AMPERE = EFFICIENT_IN_16_BITS._replace(speed=0.52)
 
 # AMD's kernels in torch are compiled by Triton (AOTriton). From the one shape that was measured, 165 µs for 16 x 16
 # causal heads of 559 tokens on MI300X, if half of that is the softmax: right in magnitude, no more.
