@@ -97,6 +97,8 @@ def odds_and_ends() -> None:
     meta(1 << 22).cumsum(0)
     meta(1 << 20).sum()
     meta(64, 512).sort()
+    torch.cat([meta(64, 30), meta(64, 30)], 1)  # rows of no whole loads
+    torch.cat([meta(64, 512)[:, :300]] * 3, 1)  # with gaps
     nn.Conv2d(4, 8, 3, device="meta")(meta(2, 4, 16, 16).requires_grad_()).sum().backward()
 
 
