@@ -59,6 +59,14 @@ def test_on_an_a100_cudnn_and_flash_use_the_same_instructions():
     assert cudnn == pytest.approx(flash, rel=1e-6)  # their small results differ
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_memory_efficient_attention_is_slower_than_flash(train):
+    flash, efficient = (
+        sum(attention_seconds(attended(backend, "a100-sxm4-80gb", train=train))) for backend in (FLASH, EFFICIENT)
+    )
+    assert efficient / flash > 1.15
+
+
 def test_the_attention_of_a_model_is_priced_as_the_device_would_choose_it():
     """sm90 prefers cuDNN; told to use flash it is slower."""
     q, k, v = heads(), heads(), heads()

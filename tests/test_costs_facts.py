@@ -120,6 +120,19 @@ def test_a_convolution_over_time_of_one_step_takes_as_long_as_a_product():
     assert convolved == pytest.approx(product, rel=0.02)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_images_that_lie_alike_are_joined_in_fewer_operations_than_others(layout):
+    first, alike = (meta(2, 8, 6, 6).to(memory_format=layout) for _ in range(2))
+    other = meta(2, 8, 6, 6).to(
+        memory_format=torch.channels_last if layout is torch.contiguous_format else torch.contiguous_format
+    )
+    joined, mixed = (
+        metered(lambda second=second: torch.cat([first, second])).kernels[-1].cost.work.index_operations
+        for second in (alike, other)
+    )
+    assert joined < mixed
+
+
 def test_rows_of_whole_vectors_are_looked_up_as_vectors_and_others_number_by_number():
     """A load takes 16 bytes: rows of 8 fp32 are two, rows of 6 are none."""
     ids = meta(17, dtype=torch.int64)

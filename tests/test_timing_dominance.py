@@ -111,6 +111,9 @@ def test_attention_over_a_longer_or_a_further_sequence_takes_no_less(name, backe
         assert of_counts == sorted(of_counts)
 
 
+UNORDERED = ("l40", "rtx-pro-6000-blackwell", "rtx-pro-6000-blackwell-maxq")
+
+
 @pytest.mark.parametrize("name", WITH_FP16)
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_kernels_that_take_a_mask_are_no_faster_than_those_that_take_none(name, is_backward):
@@ -122,4 +125,4 @@ def test_kernels_that_take_a_mask_are_no_faster_than_those_that_take_none(name, 
         shape = AttentionShape(4, 32, 8, length, length, head_dim, head_dim, CAUSAL, is_backward)
         costs = (attention_cost(shape, backend, "fp16") for backend in ("flash", "efficient"))
         flash, efficient = (law.prices(cost, 0.0, law(cost, 0.0)).busy.seconds for cost in costs)
-        assert flash <= efficient * (1.09 if length == 512 else 1.0 + 1e-9)
+        assert flash <= efficient * (1.09 if name in UNORDERED and length == 512 else 1.0 + 1e-9)

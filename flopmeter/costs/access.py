@@ -79,10 +79,11 @@ class Walk(NamedTuple):
 
     def over(self, operands: Sequence[TensorSpec]) -> Walk:
         """The same of a kernel that walks these operands together, outputs first."""
+        looked_up = index_operations(operands)
         return self._replace(
-            index_operations=index_operations(operands),
+            index_operations=looked_up,
             scattered_sectors=scattered_sectors(operands),
-            grid=elements_grid(operands),
+            grid=elements_grid(operands, looked_up),
         )
 
 
@@ -126,10 +127,10 @@ def _copy(call: Call) -> Walk:
     (target,) = call.outputs
     if source.device != target.device:
         return Walk(link_bytes=source.nbytes, blocks_host=not call.argument("non_blocking"))
-    operands = target, source
-    operations = index_operations(operands) + cast_operations(source.dtype, target.dtype) * target.numel
     access: Access | None = "strided" if _order(source) != _order(target) else None
-    return Walk(access, operations, scattered_sectors(operands), elements_grid(operands))
+    walked = Walk(access).over((target, source))
+    cast = cast_operations(source.dtype, target.dtype) * target.numel
+    return walked._replace(index_operations=walked.index_operations + cast)
 
 
 def cast_operations(source: torch.dtype, target: torch.dtype) -> int:

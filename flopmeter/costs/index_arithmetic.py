@@ -95,12 +95,12 @@ def index_operations(operands: Sequence[TensorSpec]) -> int:
     return operands[0].numel * (steps + ADDRESS_OPERATIONS * len(on_device) + SINGLE_OPERATIONS)
 
 
-def elements_grid(operands: Sequence[TensorSpec]) -> ThreadGrid | None:
-    """Of a kernel that works out where each element lies. A thread loads, computes and stores one of its elements after
-    another, since what it stores might be what it loads next. None where vectors are loaded, or nothing but repeated
-    elements, for which a thread does not wait."""
+def elements_grid(operands: Sequence[TensorSpec], operations: int) -> ThreadGrid | None:
+    """Of a kernel that takes so many operations to work out where its elements lie. A thread loads, computes and stores
+    one after another, since what it stores might be what it loads next. None where vectors are loaded, or nothing but
+    repeated elements, for which a thread does not wait."""
     out, *inputs = operands
-    if not index_operations(operands) or all(2 * spec.distinct_elements <= out.numel for spec in inputs):
+    if not operations or all(2 * spec.distinct_elements <= out.numel for spec in inputs):
         return None
     of_thread = NARROW_ELEMENTS if out.dtype.itemsize < WIDE_BYTES else WIDE_ELEMENTS
     blocks = ceil(out.numel / of_thread / ELEMENT_THREADS)

@@ -152,17 +152,19 @@ def elementwise(
         fused_multiply_add=fused_multiply_add,
         complex_factor=1,
         walks=operands,
-        index_operations=_looked_up(operands),
+        index_operations=_looked_up_and_cast(operands),
     )
 
 
-def _looked_up(operands: Sequence[TensorSpec]) -> int:
-    """Integer operations of an element-wise kernel. Where operands have several types it asks for that of each at run
-    time and casts it (`needs_dynamic_casting`, FunctionTraits.h and CUDALoops.cuh); a mask has one of its own."""
-    device, operations = operands[0].device, index_operations(operands)
+def _looked_up_and_cast(operands: Sequence[TensorSpec]) -> int | None:
+    """Integer operations of a kernel whose operands have several types: it asks for that of each at run time and casts
+    it (`needs_dynamic_casting`, FunctionTraits.h and CUDALoops.cuh); a mask has one of its own. None where it casts
+    nothing."""
+    device = operands[0].device
     types = {spec.dtype for spec in operands if spec.device == device and spec.dtype is not torch.bool}
     if len(types) < 2:
-        return operations
+        return None
+    operations = index_operations(operands)
     return operations + operands[0].numel * (SINGLE_CAST_OPERATIONS if operations else CAST_OPERATIONS)
 
 

@@ -47,8 +47,8 @@ class CatKernel(NamedTuple):
     at_a_time: int  # elements that a thread loads
     threads: int  # of a block
     blocks_per_sm: int  # of an input
-    divisions: int  # for the place of each element, or of each load
-    is_of_loads: bool = False  # in rows of whole loads: their places take next to no time
+    divisions: int  # for a place
+    places: int = 1  # found for each element: where it goes, and, if inputs have gaps, comes from; 0: of loads alone
 
 
 @rule(aten.cat, aten.stack)
@@ -66,10 +66,13 @@ def cat(call: Call) -> Cost | tuple[Cost, ...]:
 
 def work_of(kernel: CatKernel, inputs: Sequence[TensorSpec]) -> VectorWork:
     """What its threads do beside moving bytes; inputs without elements left out."""
-    places = 0 if kernel.is_of_loads else sum(spec.numel for spec in inputs)
-    looked_up = kernel.divisions * (DIVISION_OPERATIONS + STEP_OPERATIONS) + 2 * ADDRESS_OPERATIONS
+    if not kernel.places:
+        return VectorWork(grid=_grid(kernel, inputs))
+    divided = kernel.places * kernel.divisions * (DIVISION_OPERATIONS + STEP_OPERATIONS)
     return VectorWork(
-        index_operations=places * looked_up, grid=_grid(kernel, inputs), scattered_sectors=_scattered_sectors(inputs)
+        index_operations=sum(spec.numel for spec in inputs) * (divided + 2 * ADDRESS_OPERATIONS),
+        grid=_grid(kernel, inputs),
+        scattered_sectors=_scattered_sectors(inputs) if kernel.places == 2 else 0,
     )
 
 
@@ -95,10 +98,10 @@ def _kernel(inputs: Sequence[TensorSpec], dim: int) -> CatKernel | None:
         return None
     item_bytes, divisions = inputs[0].dtype.itemsize, len(inputs[0].shape) - 1
     if not is_without_gaps:
-        return CatKernel(1, SINGLE_THREADS, SINGLE_BLOCKS_PER_SM, 2 * divisions)
+        return CatKernel(1, SINGLE_THREADS, SINGLE_BLOCKS_PER_SM, divisions, places=2)
     is_aligned = all(spec.offset * item_bytes % LOAD_BYTES == 0 for spec in inputs)
     if is_aligned and not is_last and all(prod(spec.shape[dim:]) * item_bytes % LOAD_BYTES == 0 for spec in inputs):
-        return CatKernel(LOAD_BYTES // item_bytes, LONG_THREADS, LONG_BLOCKS_PER_SM, dim, is_of_loads=True)
+        return CatKernel(LOAD_BYTES // item_bytes, LONG_THREADS, LONG_BLOCKS_PER_SM, dim, places=0)
     if is_aligned and 1 < item_bytes <= LOAD_BYTES // 2:
         at_a_time = (SHORT_LOAD_BYTES if item_bytes == 2 else LOAD_BYTES) // item_bytes
         return CatKernel(at_a_time, LONG_THREADS, LONG_BLOCKS_PER_SM, divisions)
@@ -116,14 +119,13 @@ def _can_be_taken_at_once(inputs: Sequence[TensorSpec]) -> bool:
 def _grid(kernel: CatKernel, inputs: Sequence[TensorSpec]) -> ThreadGrid:
     needed = [ceil(spec.numel / kernel.at_a_time / kernel.threads) for spec in inputs]
     loop = GridLoop(len(inputs), max(needed), kernel.blocks_per_sm)
-    cycles = kernel.divisions * DIVISION_CYCLES
+    cycles = max(1, kernel.places) * kernel.divisions * DIVISION_CYCLES
     return ThreadGrid(sum(needed), kernel.threads, 1, cycles=cycles, by_element=True, loop=loop)
 
 
 def _scattered_sectors(inputs: Sequence[TensorSpec]) -> int:
     """Threads take the elements of each input in the order of its shape."""
-    is_last = all(is_channels_last(spec.shape, spec.stride) for spec in inputs)
-    ordered = (spec._replace(stride=dense_strides(spec.shape, channels_last=is_last)) for spec in inputs)
+    ordered = (spec._replace(stride=dense_strides(spec.shape, channels_last=False)) for spec in inputs)
     return sum(scattered_sectors(pair) for pair in zip(ordered, inputs, strict=True))
 
 

@@ -7,11 +7,7 @@ from math import ceil, log2, prod
 
 import torch
 
-from flopmeter.costs.index_arithmetic import (
-    NORMAL_OPERATIONS,
-    RANDOM_OPERATIONS,
-    ROLL_OPERATIONS,
-)
+from flopmeter.costs.index_arithmetic import NORMAL_OPERATIONS, RANDOM_OPERATIONS, ROLL_OPERATIONS
 from flopmeter.costs.rules import FREE, make_cost, rule, scratch, zeros
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, REDUCTION, SORTING, Call, Cost, Region, TensorSpec

@@ -116,17 +116,11 @@ def randperm(call: Call) -> tuple[Cost, ...]:
         return (make_cost(call, MOVEMENT),)
     bits = min(64, ceil(log2(n - (6 * n * n + 1) / (12 * log(LIKELY_APART)))))
     keys = scratch(out, 3)._replace(dtype=torch.int32 if bits <= INT32_BITS else torch.int64)
-    numbers = scratch(out, 4)
+    numbers, ordered = scratch(out, 4), scratch(keys, 5)
     drawn = make_cost(call, RANDOM, read=(), written=(keys,), index_operations=RANDOM_OPERATIONS * n)
-    ordered = radix_sort(call, keys, numbers, bits, (scratch(keys, 5), out))
-    return drawn, make_cost(call, MOVEMENT, read=(), written=(numbers,)), *ordered, _alike(call, ordered[-1])
-
-
-def _alike(call: Call, ordered: Cost) -> Cost:
-    """Each thread compares two keys."""
-    keys = ordered.writes[0].spec
-    assert keys is not None
-    return make_cost(call, SORTING, read=(keys,), written=(), access="stream")
+    counted = make_cost(call, MOVEMENT, read=(), written=(numbers,))
+    compared = make_cost(call, SORTING, read=(ordered,), written=(), access="stream")
+    return drawn, counted, *radix_sort(call, keys, numbers, bits, (ordered, out)), compared
 
 
 @rule(aten.sort)
