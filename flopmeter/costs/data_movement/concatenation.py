@@ -37,7 +37,7 @@ DIVISION_OPERATIONS = 7
 STEP_OPERATIONS = 2
 # Clock cycles of one, which waits for the one before. An input alone has half of an SM's threads, too few to hide that
 # and the load after it. Set on caches of keys with gaps on an H100 (validation/traces, kernels_select): six divisions.
-# On an A100 that decodes with three (Hugging Face optimum-benchmark, torch 2.1) the largest batches are within 6 %.
+# On an A100 that decodes with three (Hugging Face optimum-benchmark, torch 2.1) the largest batches are within 7 %.
 DIVISION_CYCLES = 85
 
 
