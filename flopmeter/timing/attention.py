@@ -308,7 +308,7 @@ def score_seconds(
     if kernel.flop_per_cycle:
         softmax *= filled_share
         most = kernel.flop_per_cycle[shape.is_backward] / _sm_seconds(1.0, hardware)
-        multiplying = padded / min(pipe / sms, most)
+        multiplying = padded / min(pipe * constants.ATTENTION_PIPE_SHARE / sms, most)
     in_turns = multiplying + softmax
     if kernel.hides_softmax:
         in_turns = overlap(multiplying, softmax, constants.VECTOR_OVERLAP)
