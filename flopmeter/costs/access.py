@@ -16,10 +16,10 @@ from flopmeter.costs.index_arithmetic import (
     FLOAT8_OPERATIONS,
     elements_grid,
     index_operations,
-    scattered_sectors,
 )
 from flopmeter.costs.reduce_grid import grid_of
-from flopmeter.records import Access, Call, TensorSpec, ThreadGrid
+from flopmeter.costs.scatter import scatter_of
+from flopmeter.records import Access, Call, Scatter, TensorSpec, ThreadGrid
 from flopmeter.torch_names.operators import aten
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -72,7 +72,7 @@ class Walk(NamedTuple):
 
     access: Access | None = None
     index_operations: int = 0
-    scattered_sectors: int = 0
+    scatter: Scatter = Scatter()
     grid: ThreadGrid | None = None
     link_bytes: int = 0
     blocks_host: bool = False
@@ -82,7 +82,7 @@ class Walk(NamedTuple):
         looked_up = index_operations(operands)
         return self._replace(
             index_operations=looked_up,
-            scattered_sectors=scattered_sectors(operands),
+            scatter=scatter_of(operands),
             grid=elements_grid(operands, looked_up),
         )
 

@@ -16,8 +16,9 @@ import torch
 from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.access import HALVES, cast_operations
-from flopmeter.costs.index_arithmetic import index_operations, scattered_sectors
+from flopmeter.costs.index_arithmetic import index_operations
 from flopmeter.costs.rules import make_cost, scratch
+from flopmeter.costs.scatter import scatter_of
 from flopmeter.records import MOVEMENT, Access, Call, Cost, TensorSpec, VectorWork
 from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.torch_names.operators import aten
@@ -129,6 +130,6 @@ def copy_of(call: Call, spec: TensorSpec, copy: TensorSpec) -> Cost:
     """The kernel that copies an operand of the op into another layout, or type."""
     operands = copy, spec
     operations = index_operations(operands) + cast_operations(spec.dtype, copy.dtype) * spec.numel
-    work = VectorWork(index_operations=operations, scattered_sectors=scattered_sectors(operands))
+    work = VectorWork(index_operations=operations, scatter=scatter_of(operands))
     access: Access | None = None if spec.stride == copy.stride else "strided"
     return make_cost(call, MOVEMENT, read=(spec,), written=(copy,), access=access, work=work)

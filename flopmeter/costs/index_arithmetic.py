@@ -7,7 +7,6 @@ is left once neighbouring ones are merged (TensorIterator.cpp, coalesce_dimensio
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
@@ -66,20 +65,13 @@ ROLL_OPERATIONS = 72
 RANDOM_OPERATIONS = 20
 NORMAL_OPERATIONS = 17
 
-# Elements that a thread block walks, neighbours in the output: 128 threads of four each (thread_work_size in
-# thread_constants.h). Its first-level cache keeps what several of them need.
-BLOCK_ELEMENTS = 512
-# Bytes that a cache brings at a time (a sector; Nsight Compute's documentation, 'L1TEX: sectors').
-SECTOR_BYTES = 32
-
-
 # Threads of a block that takes elements one by one, and elements of a thread, by the bytes of a result
 # (launch_legacy_kernel in CUDALoops.cuh).
 ELEMENT_THREADS = 128
 NARROW_ELEMENTS, WIDE_ELEMENTS, WIDE_BYTES = 4, 2, 4
 
 
-class _Merged(NamedTuple):
+class Run(NamedTuple):
     """Dimensions that all operands walk as one: how many elements, and how far apart they lie in each operand."""
 
     size: int
@@ -88,7 +80,7 @@ class _Merged(NamedTuple):
 
 def index_operations(operands: Sequence[TensorSpec]) -> int:
     """Integer operations of a kernel that walks these operands, outputs first; 0 where they all lie alike."""
-    on_device, runs = _walk(operands)
+    on_device, runs = walked_runs(operands)
     if not runs or (len(runs) == 1 and set(runs[0].steps) == {1}):
         return 0
     steps = len(runs) * (DIMENSION_OPERATIONS + STEP_OPERATIONS * len(on_device))
@@ -102,9 +94,13 @@ def elements_grid(operands: Sequence[TensorSpec], operations: int) -> ThreadGrid
     out, *inputs = operands
     if not operations or all(2 * spec.distinct_elements <= out.numel for spec in inputs):
         return None
-    of_thread = NARROW_ELEMENTS if out.dtype.itemsize < WIDE_BYTES else WIDE_ELEMENTS
+    of_thread = elements_of_thread(out)
     blocks = ceil(out.numel / of_thread / ELEMENT_THREADS)
     return ThreadGrid(blocks, ELEMENT_THREADS, min(of_thread, ceil(out.numel / ELEMENT_THREADS)), by_element=True)
+
+
+def elements_of_thread(out: TensorSpec) -> int:
+    return NARROW_ELEMENTS if out.dtype.itemsize < WIDE_BYTES else WIDE_ELEMENTS
 
 
 def place_operations(threads: int, visited: int = 0) -> int:
@@ -112,32 +108,7 @@ def place_operations(threads: int, visited: int = 0) -> int:
     return PLACE_OPERATIONS * threads + VISIT_OPERATIONS * visited
 
 
-def scattered_sectors(operands: Sequence[TensorSpec]) -> int:
-    """Sectors of the cache that the blocks of a kernel ask for beyond those that its elements fill. Threads beside each
-    other take elements that are neighbours in the output (the first operand); where these lie far apart in another
-    operand, each brings a whole sector, and blocks that need the rest of it ask again."""
-    on_device, runs = _walk(operands)
-    if not runs:
-        return 0
-    sizes = [spec.dtype.itemsize for spec in on_device]
-    excess = sum(
-        max(0, _sectors(tuple(runs), place, size) - ceil(BLOCK_ELEMENTS * size / SECTOR_BYTES))
-        for place, size in enumerate(sizes)
-    )
-    return ceil(operands[0].numel / BLOCK_ELEMENTS) * excess
-
-
-@functools.lru_cache(4096)
-def _sectors(runs: tuple[_Merged, ...], operand: int, item_bytes: int) -> int:
-    """How many sectors of an operand the first block touches."""
-    offsets = [0]
-    for size, steps in runs:
-        wanted = min(size, ceil(BLOCK_ELEMENTS / len(offsets)))
-        offsets = [place * steps[operand] + offset for place in range(wanted) for offset in offsets]
-    return len({offset * item_bytes // SECTOR_BYTES for offset in offsets[:BLOCK_ELEMENTS]})
-
-
-def _walk(operands: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[_Merged]]:
+def walked_runs(operands: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[Run]]:
     """The operands on the device and their runs. A number on the host is a plain argument of the kernel. There are no
     runs where the tensors are walked one by one."""
     shape, device = operands[0].shape, operands[0].device
@@ -153,18 +124,18 @@ def _strides(spec: TensorSpec, dimensions: int) -> tuple[int, ...]:
     return (0,) * (dimensions - len(own)) + own
 
 
-def _runs(shape: Sequence[int], strides: list[tuple[int, ...]]) -> list[_Merged]:
+def _runs(shape: Sequence[int], strides: list[tuple[int, ...]]) -> list[Run]:
     """The dimensions that are left after merging, from the fastest to the slowest. A dimension is merged with the next
     one if in all operands both are one run of memory."""
     by_dimension = list(zip(shape, zip(*strides, strict=True), strict=True))
-    runs: list[_Merged] = []
+    runs: list[Run] = []
     ends: tuple[int, ...] | None = None  # where the last run of each operand ends
     for size, steps in sorted(by_dimension, key=lambda entry: entry[1]):
         if size == 1:
             continue
         if steps == ends:
-            runs[-1] = _Merged(runs[-1].size * size, runs[-1].steps)
+            runs[-1] = Run(runs[-1].size * size, runs[-1].steps)
         else:
-            runs.append(_Merged(size, steps))
+            runs.append(Run(size, steps))
         ends = tuple(size * step for step in steps)
     return runs

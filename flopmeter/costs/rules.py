@@ -39,6 +39,7 @@ from flopmeter.records import (
     MatrixWork,
     Region,
     Reread,
+    Scatter,
     TensorSpec,
     ThreadGrid,
     VectorWork,
@@ -104,7 +105,7 @@ def make_cost(
     rereads: tuple[Reread, ...] = (),
     walks: Sequence[TensorSpec] | None = None,
     index_operations: int | None = None,
-    scattered_sectors: int | None = None,
+    scatter: Scatter | None = None,
     grid: ThreadGrid | None = None,
     blocks_host: bool | None = None,
     kernels: int = 1,
@@ -133,8 +134,7 @@ def make_cost(
         if walks is not None:
             walked = walked.over(walks)
         indexed = walked.index_operations if index_operations is None else index_operations
-        sectors = walked.scattered_sectors if scattered_sectors is None else scattered_sectors
-        work = VectorWork(rereads, indexed, walked.grid if grid is None else grid, sectors, kernels)
+        work = VectorWork(rereads, indexed, walked.grid if grid is None else grid, scatter or walked.scatter, kernels)
     return Cost(
         name=call.name,
         op_class=op_class,

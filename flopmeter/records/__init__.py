@@ -63,6 +63,7 @@ from flopmeter.records.work import (
     Recurrence,
     RecurrentWork,
     Reread,
+    Scatter,
     ThreadGrid,
     UnpackingMatmulWork,
     VectorWork,

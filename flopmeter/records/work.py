@@ -224,13 +224,22 @@ class ThreadGrid(NamedTuple):
     loop: GridLoop | None = None  # if no more blocks start than an SM is to hold; `blocks` is what would do without
 
 
+class Scatter(NamedTuple):
+    """What the warps of a kernel ask caches for because neighbouring threads take elements that lie far apart: beside
+    what they would ask for if these were neighbours."""
+
+    lookups: int = 0  # of lines, in an SM's first-level cache
+    requests: int = 0  # of these to the second level, if the first keeps what a block has touched
+    block_lines: int = 0  # that a block touches
+
+
 class VectorWork(NamedTuple):
     """Memory traffic, and arithmetic on vector units."""
 
     rereads: tuple[Reread, ...] = ()
     index_operations: int = 0  # integer operations that compute addresses, for operands with different strides
     grid: ThreadGrid | None = None  # if the steps or the number of its threads may bound the kernel
-    scattered_sectors: int = 0  # of the cache, that threads ask for beyond those that their elements fill
+    scatter: Scatter = Scatter()
     kernels: int = 1  # that the op launches one after another, where the further ones do little but start and end
 
 

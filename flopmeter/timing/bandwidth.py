@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flopmeter.costs.index_arithmetic import SECTOR_BYTES
+from flopmeter.costs.index_arithmetic import ELEMENT_THREADS
+from flopmeter.costs.scatter import LINE_BYTES, SECTOR_BYTES
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import (
     INDEXING,
@@ -14,10 +15,12 @@ from flopmeter.records import (
     FormulaWork,
     HostCopy,
     Reread,
+    Scatter,
     VectorWork,
 )
 from flopmeter.records.dtypes import DTYPES
 from flopmeter.timing import constants
+from flopmeter.timing.matmul import overlap
 from flopmeter.timing.sectors import unused_bytes
 
 _ACCESS_OF_CLASS: dict[str, Access] = {
@@ -41,10 +44,17 @@ def memory_seconds(cost: Cost, work: VectorWork, hardware: Hardware, cached_byte
     return (cost.bytes - cached_bytes + missed) / bandwidth + cached_bytes / cache_bytes_per_s(hardware)
 
 
-def scattered_seconds(work: VectorWork, hardware: Hardware) -> float:
-    """The time in which the L2 cache delivers sectors of which threads need one element each."""
-    nbytes = constants.AMD_LINE_BYTES if hardware.vendor == "amd" else SECTOR_BYTES
-    return work.scattered_sectors * nbytes / cache_bytes_per_s(hardware)
+def scattered_seconds(scatter: Scatter, hardware: Hardware) -> float:
+    """The time in which the caches serve threads whose neighbours' elements lie elsewhere: an SM's first level looks up
+    one line after another, and the L2 cache delivers a sector for each that the first has not kept."""
+    if hardware.vendor == "amd":
+        return scatter.requests * constants.AMD_LINE_BYTES / cache_bytes_per_s(hardware)
+    blocks = resident_threads(hardware) // ELEMENT_THREADS
+    asked = 1024 * constants.L1_KB.get(hardware.compute_capability, constants.OTHER_L1_KB)
+    kept = min(1.0, asked / max(1, blocks * scatter.block_lines * LINE_BYTES))
+    requests = kept * scatter.requests + (1.0 - kept) * scatter.lookups
+    looking = cycles_to_seconds(scatter.lookups * constants.LOOKUP_CYCLES / hardware.sm_count, hardware)
+    return overlap(looking, requests * SECTOR_BYTES / cache_bytes_per_s(hardware), constants.VECTOR_OVERLAP)
 
 
 def link_seconds(copy: HostCopy, hardware: Hardware) -> float:

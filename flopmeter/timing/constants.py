@@ -402,6 +402,15 @@ SHARED_MEMORY_KB = {
 OTHER_SHARED_MEMORY_KB = 228
 BLOCK_RESERVED_KB = 1
 
+# The first-level cache of an SM, by compute capability (the unified data cache of the same guide's sections on each
+# architecture; on 7.5 and 7.0 as on the others what shared memory leaves), and others. Its lines are tagged: it looks
+# one up in a cycle, for all threads of a warp that ask for it (Nsight Compute's documentation, 'L1TEX: T-stage').
+L1_KB = {
+    (7, 0): 128, (7, 5): 96, (8, 0): 192, (8, 6): 128, (8, 7): 192, (8, 9): 128, (12, 0): 128, (12, 1): 128,
+}  # fmt: skip
+OTHER_L1_KB = 256
+LOOKUP_CYCLES = 1
+
 # A kernel that splits the keys is taken if the blocks are fewer than this share of those that the device holds; of the
 # numbers of slices, the first that fills the last wave .85 as well as the best (FlashAttention's num_splits_heuristic).
 FEW_BLOCKS, SLICE_FILL, MOST_SLICES = 0.8, 0.85, 128

@@ -265,7 +265,7 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
     combining = _row_seconds(work, hardware) * idle
     compute = arithmetic * idle + combining
     traffic = memory_seconds(cost, work, hardware, cached_bytes)
-    traffic = overlap(traffic, scattered_seconds(work, hardware) / steps.busy_sms, constants.VECTOR_OVERLAP)
+    traffic = overlap(traffic, scattered_seconds(work.scatter, hardware) / steps.busy_sms, constants.VECTOR_OVERLAP)
     traffic = overlap(traffic, steps.seconds, constants.VECTOR_OVERLAP)
     indexing = integer_seconds(work.index_operations + steps.operations, hardware) * idle
     memory = overlap(indexing, traffic, constants.INDEX_OVERLAP)

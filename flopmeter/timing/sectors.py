@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from flopmeter.costs.index_arithmetic import SECTOR_BYTES
+from flopmeter.costs.scatter import SECTOR_BYTES
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Cost, Region, TensorSpec
 from flopmeter.timing import constants

@@ -8,7 +8,7 @@ from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.arithmetic.pointwise import PerElement, elementwise
 from flopmeter.costs.rules import make_cost, rule, scratch, zeros
-from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Region, TensorSpec, ThreadGrid
+from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Region, Scatter, TensorSpec, ThreadGrid
 from flopmeter.torch_names.operators import aten
 
 _NONE, _MEAN = 0, 1  # of `reduction` (aten/src/ATen/core/Reduction.h)
@@ -161,7 +161,7 @@ def nll_loss_backward(call: Call) -> tuple[Cost, Cost]:
         target.numel,
         read=(grad_out, target, *weight),
         written=(named,),
-        scattered_sectors=target.numel,
+        scatter=Scatter(target.numel, target.numel),
         grid=_one_block(call, 1),
     )
     return zeros(call, grad), stored

@@ -14,9 +14,10 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from flopmeter.costs.access import cast_operations
-from flopmeter.costs.index_arithmetic import ADDRESS_OPERATIONS, SECTOR_BYTES, index_operations, scattered_sectors
+from flopmeter.costs.index_arithmetic import ADDRESS_OPERATIONS, index_operations
 from flopmeter.costs.rules import make_cost, rule
-from flopmeter.records import MOVEMENT, Call, Cost, GridLoop, TensorSpec, ThreadGrid, VectorWork
+from flopmeter.costs.scatter import SECTOR_BYTES, scatter_of
+from flopmeter.records import MOVEMENT, Call, Cost, GridLoop, Scatter, TensorSpec, ThreadGrid, VectorWork
 from flopmeter.records.memory_format import dense_strides, is_channels_last, is_dense
 from flopmeter.torch_names.operators import aten
 
@@ -72,7 +73,7 @@ def work_of(kernel: CatKernel, inputs: Sequence[TensorSpec]) -> VectorWork:
     return VectorWork(
         index_operations=sum(spec.numel for spec in inputs) * (divided + 2 * ADDRESS_OPERATIONS),
         grid=_grid(kernel, inputs),
-        scattered_sectors=_scattered_sectors(inputs) if kernel.places == 2 else 0,
+        scatter=_scatter(inputs) if kernel.places == 2 else Scatter(),
     )
 
 
@@ -123,10 +124,11 @@ def _grid(kernel: CatKernel, inputs: Sequence[TensorSpec]) -> ThreadGrid:
     return ThreadGrid(sum(needed), kernel.threads, 1, cycles=cycles, by_element=True, loop=loop)
 
 
-def _scattered_sectors(inputs: Sequence[TensorSpec]) -> int:
+def _scatter(inputs: Sequence[TensorSpec]) -> Scatter:
     """Threads take the elements of each input in the order of its shape."""
     ordered = (spec._replace(stride=dense_strides(spec.shape, channels_last=False)) for spec in inputs)
-    return sum(scattered_sectors(pair) for pair in zip(ordered, inputs, strict=True))
+    lookups, requests, lines = zip(*(scatter_of(pair) for pair in zip(ordered, inputs, strict=True)), strict=True)
+    return Scatter(sum(lookups), sum(requests), max(lines))
 
 
 def _parts(call: Call, inputs: Sequence[TensorSpec], dim: int) -> list[TensorSpec]:
