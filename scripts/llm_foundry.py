@@ -33,7 +33,7 @@ from flopmeter import register_cost
 from flopmeter.costs import make_cost
 from flopmeter.models.gpt2 import GPT2, GPT2Config
 from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost
-from flopmeter.timing import constants
+from flopmeter.timing import attention_kernels
 
 # Speed of FlashAttention-1 in Triton as a share of FlashAttention-2's. Causal, forward and backward, at head dimension
 # 128 it reaches 104 to 112 TFLOP/s on A100 and 170 on H100 (issue 15 of this project), where FlashAttention-2 is priced
@@ -46,8 +46,8 @@ METRICS = 2  # cross entropy and perplexity
 @contextmanager
 def triton_attention(gpu: str) -> Iterator[None]:
     """Flash attention is priced as Triton's kernel for reports made in here."""
-    kernel = constants.FLASH_2._replace(speed=TRITON_SPEED[gpu])
-    with mock.patch.object(constants, "FLASH_2", kernel):
+    kernel = attention_kernels.FLASH_2._replace(speed=TRITON_SPEED[gpu])
+    with mock.patch.object(attention_kernels, "FLASH_2", kernel):
         yield
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-import flopmeter.timing.constants as timing_constants
 from flopmeter import FlopMeter, load_hardware, on_meta
 from flopmeter.costs import kernels_of
 from flopmeter.distributed import world
 from flopmeter.known_values.messages import ALL, NotSentYet, Route, Ticket
 from flopmeter.records import ATTENTION, UNCOUNTED, Cost, Region
-from flopmeter.timing.constants import AttentionKernel
+from flopmeter.timing import attention_kernels
+from flopmeter.timing.attention_kernels import AttentionKernel
 
 aten = torch.ops.aten
 A100, H100 = "a100-sxm4-80gb", "h100-sxm5-80gb"
@@ -125,7 +125,7 @@ def test_what_a_functional_broadcast_sends_from_here_is_certain(root: int, assum
     assert len(meter.report().assumptions) == assumed
 
 
-TILES = {name: kernel for name, kernel in vars(timing_constants).items() if isinstance(kernel, AttentionKernel)}
+TILES = {name: kernel for name, kernel in vars(attention_kernels).items() if isinstance(kernel, AttentionKernel)}
 
 
 @pytest.mark.parametrize("name", TILES)
@@ -142,7 +142,7 @@ def test_tiles_of_attention_are_whole_fragments_for_ever_longer_heads(name: str)
 
 def test_a_causal_kernel_of_hopper_takes_128_keys_at_a_time_where_heads_are_short() -> None:
     """192 x 192 without a mask (tile_size.h of FlashAttention-3's hopper folder, for heads of 64)."""
-    tiles = timing_constants.FLASH_3.causal_tiles_on[9, 0]
+    tiles = attention_kernels.FLASH_3.causal_tiles_on[9, 0]
     assert next(tile for tile in tiles if tile[0] >= 64)[1:] == (192, 128)
 
 

@@ -17,7 +17,7 @@ from flopmeter import FlopMeter, load_hardware
 from flopmeter.ask.serve.engine import with_newest_attention
 from flopmeter.costs import kernels_of
 from flopmeter.records import AttentionShape, Mask
-from flopmeter.timing import constants
+from flopmeter.timing import attention_kernels, constants
 from flopmeter.timing.attention import blocks_at_a_time, kernel_of, template_tile_of, tile_grid, tile_of
 from flopmeter.timing.kernels import price
 
@@ -63,12 +63,23 @@ def flash(device, batch, queries, heads, head_dim, *, key_heads=None, keys=None,
     )  # fmt: skip
 
 
-def cudnn(device, batch, queries, heads, head_dim, *, key_heads=None, keys=None, causal=False):
+def cudnn(device, batch, queries, heads, head_dim, *, key_heads=None, keys=None, causal=False, mask=None, dropout=0.0):
     q, k, v = (
         meta(batch, count, tokens, head_dim)
         for tokens, count in ((queries, heads), *((keys or queries, key_heads or heads),) * 2)
     )
-    return seconds(lambda: aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, 0.0, causal), device)
+    return seconds(lambda: aten._scaled_dot_product_cudnn_attention(q, k, v, mask, False, dropout, causal), device)
+
+
+def cudnn_backward(device, batch, length, heads, head_dim, *, causal=False, mask=None, dropout=0.0):
+    q, k, v, out, gradient = (meta(batch, heads, length, head_dim) for _ in range(5))
+    lse, state = meta(batch, heads, length, 1, dtype=torch.float32), meta(2, dtype=torch.uint64)
+    return seconds(
+        lambda: aten._scaled_dot_product_cudnn_attention_backward(
+            gradient, q, k, v, out, lse, state, state, mask, None, None, length, length, dropout, causal
+        ),
+        device,
+    )
 
 
 def paged(device, batch, heads, key_heads, keys, head_dim=128, *, left=-1):
@@ -230,13 +241,13 @@ def test_tiles_are_those_of_flash_attentions_launch_templates(gpu, head_dim, cau
     """Dao-AILab/flash-attention@0251105, csrc/flash_attn/src/flash_fwd_launch_template.h: `is_sm8x` is 8.6 to 8.9, not
     12.0; the longest heads take tiles by the shared memory."""
     shape = AttentionShape(1, 1, 1, 64, 64, head_dim, head_dim, Mask(right=0) if causal else Mask())
-    assert tile_of(constants.FLASH_2, shape, load_hardware(gpu)) == tile
+    assert tile_of(attention_kernels.FLASH_2, shape, load_hardware(gpu)) == tile
 
 
 def test_under_a_window_flash_attention_has_the_tiles_of_a_kernel_that_is_not_causal():
     """flash_api.cpp: `is_causal = window_size_left < 0 && window_size_right == 0`."""
     windowed = AttentionShape(1, 1, 1, 4096, 4096, 128, 128, Mask(left=1024, right=0))
-    assert tile_of(constants.FLASH_2, windowed, load_hardware("rtx-4090")) == (128, 32)
+    assert tile_of(attention_kernels.FLASH_2, windowed, load_hardware("rtx-4090")) == (128, 32)
 
 
 @pytest.mark.parametrize("gpu", ["a100-sxm4-80gb", "l40s", "h100-sxm5-80gb", "b200-sxm-180gb", "rtx-5090"])
@@ -258,11 +269,13 @@ def test_tiles_of_flex_attention_are_those_that_inductor_takes_without_tuning(gp
 @pytest.mark.parametrize(
     ("gpu", "kernel", "tile", "head_dim", "blocks"),
     [
-        ("a100-sxm4-80gb", constants.FLASH_2_SPLIT, (64, 128), 128, 2),  # 80 of 164 kB
-        ("l40s", constants.FLASH_2_SPLIT, (64, 128), 128, 1),  # 80 of 100 kB
-        ("l40s", constants.FLASH_2, (128, 32), 128, 2),  # 48: 'since we get 2 CTAs per SM', its launch template says
-        ("a100-sxm4-80gb", constants.FLASH_2_SPLIT, (64, 64), 256, 1),  # 96 of 164
-        ("h100-sxm5-80gb", constants.FLASH_2, (64, 64), 256, 2),  # 96 of 228: 'since then we can get 2 CTAs per SM'
+        ("a100-sxm4-80gb", attention_kernels.FLASH_2_SPLIT, (64, 128), 128, 2),  # 80 of 164 kB
+        ("l40s", attention_kernels.FLASH_2_SPLIT, (64, 128), 128, 1),  # 80 of 100 kB
+        # 48 kB: "since we get 2 CTAs per SM", says its launch template.
+        ("l40s", attention_kernels.FLASH_2, (128, 32), 128, 2),
+        ("a100-sxm4-80gb", attention_kernels.FLASH_2_SPLIT, (64, 64), 256, 1),  # 96 of 164
+        # 96 of 228 kB: "since then we can get 2 CTAs per SM".
+        ("h100-sxm5-80gb", attention_kernels.FLASH_2, (64, 64), 256, 2),
     ],
 )
 def test_an_sm_holds_as_many_blocks_as_its_shared_memory_has_place_for(gpu, kernel, tile, head_dim, blocks):
@@ -294,7 +307,7 @@ def test_thousands_of_short_blocks_take_as_long_as_measured(
 def test_memory_efficient_kernels_have_the_tiles_that_torch_compiled(head_dim, tile):
     """kQueriesPerBlock and kKeysPerBlock by kMaxK: mem_eff_attention/kernels/cutlassF.h."""
     shape = AttentionShape(1, 1, 1, 128, 128, head_dim, head_dim)
-    assert tile_of(constants.EFFICIENT, shape, load_hardware("a100-sxm4-80gb")) == tile
+    assert tile_of(attention_kernels.EFFICIENT, shape, load_hardware("a100-sxm4-80gb")) == tile
 
 
 def visible(query, key, queries, keys, mask):
@@ -477,9 +490,9 @@ def test_short_sequences_run_at_a_lower_rate_than_long_ones():
 
 def test_amd_runs_the_kernels_of_aotriton_and_nvidia_those_of_flash_attention():
     mi300x = load_hardware("mi300x")
-    assert kernel_of("flash", mi300x, in_16_bits=True, splits=False) is constants.AOTRITON
-    assert kernel_of("flash", H100, in_16_bits=True, splits=False) is constants.FLASH_2
-    assert kernel_of("cudnn", H100, in_16_bits=True, splits=False) is constants.FLASH_3
+    assert kernel_of("flash", mi300x, in_16_bits=True, splits=False) is attention_kernels.AOTRITON
+    assert kernel_of("flash", H100, in_16_bits=True, splits=False) is attention_kernels.FLASH_2
+    assert kernel_of("cudnn", H100, in_16_bits=True, splits=False) is attention_kernels.CUDNN_HOPPER
 
 
 def test_on_data_centre_blackwell_the_softmax_runs_beside_the_matmuls():
@@ -542,13 +555,33 @@ def test_backward_attention_on_blackwell_is_bound_by_shared_memory():
     FLOP each, and shared memory 3,328: eight operands of 32 KiB, dS, and dq in fp32 in and out, at 128 bytes a cycle.
     Both in turns would take their sum."""
     b200, length = load_hardware("b200-sxm-180gb"), 8192
-    q, k, v, out, gradient = (meta(4, 16, length, 128) for _ in range(5))
-    lse, state = meta(4, 16, length, 1, dtype=torch.float32), meta(2, dtype=torch.uint64)
-    taken = seconds(
-        lambda: aten._scaled_dot_product_cudnn_attention_backward(
-            gradient, q, k, v, out, lse, state, state, None, None, None, length, length, 0.0, False
-        ),
-        b200,
-    )
+    taken = cudnn_backward(b200, 4, length, 16, 128)
     tiles = 4 * 16 * (length / 128) ** 2 / b200.sm_count
     assert 3328 < taken / tiles * b200.boost_clock_mhz * 1e6 < 3328 + 2560
+
+
+# Of models on an H100 (torch 2.11: validation/traces), microseconds: cuDNN's kernels, forward and backward.
+CUDNN_CALLS = {
+    "ViT-B/16": ((128, 197, 12, 64), {}, 88.1, 333.6),
+    "GPT-2": ((16, 1024, 12, 64), {"causal": True}, 84.1, 292.3),
+    "Llama-3.2-1B": ((2, 2048, 32, 64), {"causal": True}, 101.3, 303.9),
+    "32 heads of 128": ((4, 1024, 32, 128), {"causal": True}, 84.7, 316.8),
+    "BERT-base with dropout": ((32, 384, 12, 64), {"dropout": 0.1}, 93.8, 204.2),
+    "BERT-base with dropout and a mask": (
+        (32, 384, 12, 64), {"dropout": 0.1, "mask": meta(32, 1, 384, 384)}, 146.4, 266.9
+    ),
+    "BERT-large with dropout": ((16, 512, 16, 64), {"dropout": 0.1}, 107.9, 211.0),
+    "a Llama with a mask": ((4, 2048, 32, 64), {"mask": meta(4, 1, 2048, 2048)}, 591.0, 1525.9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CUDNN_CALLS)
+def test_cudnns_attention_takes_what_an_h100_took(name):
+    call, options, forward, backward = CUDNN_CALLS[name]
+    assert 1e6 * cudnn(H100, *call, **options) == pytest.approx(forward, rel=0.15)
+    assert 1e6 * cudnn_backward(H100, *call, **options) == pytest.approx(backward, rel=0.15)
+
+
+def test_two_tiles_of_128_cost_197_tokens_as_much_as_256():
+    """As their grids in profiles say: two blocks of 128 queries, which pass over two tiles of 128 keys."""
+    assert cudnn(H100, 64, 197, 16, 64) == pytest.approx(cudnn(H100, 64, 256, 16, 64), rel=0.1)

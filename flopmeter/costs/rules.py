@@ -201,7 +201,9 @@ def make_attention(
 ) -> Cost:
     """Fused attention: its matmuls, the library whose kernel it is, and the shape that it works on. `on_score`: FLOPs
     of a function on one score, and how many of them are transcendental."""
-    work = AttentionWork(backend, shape, macs_of(call, matmuls), masked_flops, recomputed_flops, *on_score)
+    adds_bias, drops = call.get("attn_bias") is not None, bool(call.get("dropout_p"))
+    macs = macs_of(call, matmuls)
+    work = AttentionWork(backend, shape, macs, masked_flops, recomputed_flops, *on_score, adds_bias, drops)
     return make_product(
         call, work, op_class=ATTENTION, extra=extra, read=read, written=written, transcendentals=transcendentals
     )

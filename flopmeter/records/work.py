@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from flopmeter.records.collectives import CollectiveKind
 
-AttentionBackend = Literal["flash", "efficient", "cudnn", "flex", "flex_decoding", "paged", "other"]
+AttentionBackend = Literal["flash", "flash_3", "efficient", "cudnn", "flex", "flex_decoding", "paged", "other"]
 """`flex_decoding`: the template for few queries in a compiled graph, of which other kernels combine the parts. `paged`:
 what servers run over a paged cache where FlashAttention-2 is the newest."""
 
@@ -180,6 +180,8 @@ class AttentionWork(NamedTuple):
     recomputed_flops: int  # that the kernel computes a second time (flash backward's fifth matmul)
     score_flops: int = 0  # of flex_attention's score_mod on one score, in all passes over it
     score_functions: int = 0  # how many of them are exp, tanh and the like
+    adds_bias: bool = False  # or a mask, which lies in memory
+    drops: bool = False  # scores, by dropout
 
 
 class FormulaWork(NamedTuple):

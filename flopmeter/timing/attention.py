@@ -15,9 +15,9 @@ from typing import NamedTuple
 from flopmeter.device.hardware import Hardware, Peak
 from flopmeter.records import AttentionBackend, AttentionShape, AttentionWork, Cost, Mask
 from flopmeter.records.dtypes import item_bytes_of
-from flopmeter.timing import constants
+from flopmeter.timing import attention_kernels, constants
+from flopmeter.timing.attention_kernels import AttentionKernel
 from flopmeter.timing.bandwidth import access_seconds, cache_bytes_per_s, cycles_to_seconds
-from flopmeter.timing.constants import AttentionKernel
 from flopmeter.timing.gemm_kernels import legacy_mma_share
 from flopmeter.timing.matmul import Busy, fastest, overlap
 from flopmeter.torch_names.dispatcher import running_version
@@ -26,7 +26,8 @@ _AMPERE, _HOPPER, _BLACKWELL_ULTRA, _BLACKWELL_MAJOR = (8, 0), (9, 0), (10, 3), 
 _WARPGROUP_CAPABILITIES = (9, 10)  # majors with matmuls of several warps, which run beside a softmax
 _WITH_SPLIT_KEYS = ("nvidia", "amd")  # vendors
 _ITEM_BYTES = 2  # of what flash attention works on
-_SPLITTING: tuple[AttentionBackend, ...] = ("flash", "cudnn", "flex_decoding", "paged")  # they split keys
+_SPLITTING: tuple[AttentionBackend, ...] = ("flash", "flash_3", "cudnn", "flex_decoding", "paged")  # they split keys
+_NEWEST: tuple[AttentionBackend, ...] = ("cudnn", "flash_3")  # by their device's own instructions
 
 
 class Grid(NamedTuple):
@@ -82,11 +83,11 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
         partial_bytes = 4 * launch.slices * elements * shape.value_dim
         extra = 2 * max(partial_bytes - (hardware.l2_cache_bytes or 0), 0) / bandwidth
         trips = launch.slices / launch.kernel.combines_at_a_time
-        work += constants.COMBINE_SECONDS + trips * access_seconds(1.0, hardware)
+        work += attention_kernels.COMBINE_SECONDS + trips * access_seconds(1.0, hardware)
     if attends.backend == "paged" and launch.heads < shape.heads and hardware.vendor == "nvidia":
         extra += _group_copies(shape, _ITEM_BYTES * elements * shape.head_dim, hardware)
     if shape.is_backward and attends.backend != "flex":
-        extra = elements * shape.head_dim * constants.BACKWARD_EXTRA_BYTES / bandwidth
+        extra = elements * shape.head_dim * attention_kernels.BACKWARD_EXTRA_BYTES / bandwidth
     return Busy(compute, memory + extra, work + extra)
 
 
@@ -96,27 +97,33 @@ def kernel_of(
     *,
     in_16_bits: bool,
     splits: bool = False,
+    is_backward: bool = False,
 ) -> AttentionKernel:
     """The family of kernels that runs for the backend on the device. `in_16_bits`: on its matrix units."""
     if hardware.vendor == "amd":  # AOTriton has the kernels that take a mask, too
-        return constants.AMD_SPLIT if splits else constants.AOTRITON
+        return attention_kernels.AMD_SPLIT if splits else attention_kernels.AOTRITON
     if backend == "efficient":
         if not in_16_bits:
-            return constants.EFFICIENT
+            return attention_kernels.EFFICIENT
         is_old = hardware.compute_capability is not None and hardware.compute_capability < _AMPERE
-        return constants.EFFICIENT_BEFORE_AMPERE if is_old else constants.EFFICIENT_IN_16_BITS
+        return attention_kernels.EFFICIENT_BEFORE_AMPERE if is_old else attention_kernels.EFFICIENT_IN_16_BITS
     if backend == "flex":
-        return constants.FLEX
+        return attention_kernels.FLEX
     major, _ = hardware.compute_capability or _HOPPER
-    if backend == "cudnn" and major in _WARPGROUP_CAPABILITIES:
+    if backend in _NEWEST and major == _BLACKWELL_MAJOR:
         if splits:
-            return constants.FLASH_4_SPLIT if major == _BLACKWELL_MAJOR else constants.FLASH_3_SPLIT
-        if major != _BLACKWELL_MAJOR:
-            return constants.FLASH_3
-        return constants.FLASH_4_ULTRA if hardware.compute_capability == _BLACKWELL_ULTRA else constants.FLASH_4
+            return attention_kernels.FLASH_4_SPLIT
+        is_ultra = hardware.compute_capability == _BLACKWELL_ULTRA
+        return attention_kernels.FLASH_4_ULTRA if is_ultra else attention_kernels.FLASH_4
+    if backend in _NEWEST and major == _HOPPER[0]:
+        if splits:
+            return attention_kernels.FLASH_3_SPLIT
+        if backend == "flash_3":
+            return attention_kernels.FLASH_3
+        return attention_kernels.CUDNN_HOPPER_BACKWARD if is_backward else attention_kernels.CUDNN_HOPPER
     if splits:
-        return constants.FLASH_2_SPLIT
-    return constants.FLASH_2_PAGED if backend == "paged" else constants.FLASH_2
+        return attention_kernels.FLASH_2_SPLIT
+    return attention_kernels.FLASH_2_PAGED if backend == "paged" else attention_kernels.FLASH_2
 
 
 def _launches(
@@ -124,9 +131,10 @@ def _launches(
 ) -> list[_Launch]:
     """The kernels that the library may take. The one that can split the keys is for few queries, which would leave the
     tiles of the other nearly empty, and for few blocks, which would leave SMs idle."""
-    kernel = kernel_of(backend, hardware, in_16_bits=in_16_bits)
+    kernel = kernel_of(backend, hardware, in_16_bits=in_16_bits, is_backward=shape.is_backward)
     whole = _covered(shape, kernel, hardware) if backend != "flex" else _covered_by_template(shape, kernel, hardware)
-    if backend not in _SPLITTING or shape.is_backward or hardware.vendor not in _WITH_SPLIT_KEYS:
+    is_split = backend in _SPLITTING and not (kernel is attention_kernels.CUDNN_HOPPER and shape.queries > 1)
+    if not is_split or shape.is_backward or hardware.vendor not in _WITH_SPLIT_KEYS:
         return [whole]
     kernel = kernel_of(backend, hardware, in_16_bits=in_16_bits, splits=True)
     split = _covered(shape, kernel, hardware)
@@ -170,7 +178,7 @@ def _covered_by_template(shape: AttentionShape, kernel: AttentionKernel, hardwar
         return _Launch(kernel, shape.heads, _grid(shape, rows, columns), 1, rows, columns, kernel.blocks_per_sm)
     group = ceil(shape.heads / shape.key_heads)
     blocks = shape.sequences * (ceil(shape.queries / rows) + ceil(shape.keys / rows / group))
-    longest = ceil(constants.FLEX_KEY_SHARE * group * ceil(shape.queries / columns))
+    longest = ceil(attention_kernels.FLEX_KEY_SHARE * group * ceil(shape.queries / columns))
     grid = _grid(shape, columns, rows)._replace(blocks=blocks, longest=longest)
     return _Launch(kernel, shape.heads, grid, 1, rows, columns, kernel.blocks_per_sm)
 
@@ -178,14 +186,15 @@ def _covered_by_template(shape: AttentionShape, kernel: AttentionKernel, hardwar
 def template_tile_of(shape: AttentionShape, hardware: Hardware) -> tuple[int, int]:
     """What a block of flex_attention's template keeps, and what it takes at a time, in the torch that runs."""
     major = min(max((hardware.compute_capability or _AMPERE)[0], 8), 11)
-    forward_tiles, backward_tiles = constants.FLEX_TILES, constants.FLEX_BACKWARD_TILES
+    forward_tiles, backward_tiles = attention_kernels.FLEX_TILES, attention_kernels.FLEX_BACKWARD_TILES
     if running_version() >= (2, 15):
-        forward_tiles, backward_tiles = constants.FLEX_TILES_OF_2_15, constants.FLEX_BACKWARD_TILES_OF_2_15
+        forward_tiles = attention_kernels.FLEX_TILES_OF_2_15
+        backward_tiles = attention_kernels.FLEX_BACKWARD_TILES_OF_2_15
     if shape.is_backward:
         tiles = backward_tiles[major]
         fitting = ((kept, taken) for most, kept, taken in tiles if shape.head_dim <= most)
-        return next(fitting, constants.FLEX_LONG_BACKWARD_TILE)
-    other = constants.FLEX_OTHER_TILE if shape.head_dim <= 256 else constants.FLEX_LONG_TILE
+        return next(fitting, attention_kernels.FLEX_LONG_BACKWARD_TILE)
+    other = attention_kernels.FLEX_OTHER_TILE if shape.head_dim <= 256 else attention_kernels.FLEX_LONG_TILE
     return forward_tiles[major].get(shape.head_dim, other)
 
 
@@ -211,8 +220,8 @@ def blocks_at_a_time(kernel: AttentionKernel, rows: int, columns: int, head_dim:
     if not kernel.holds_tiles:
         return kernel.blocks_per_sm
     capability = hardware.compute_capability or _AMPERE
-    kilobytes = constants.SHARED_MEMORY_KB.get(capability, constants.OTHER_SHARED_MEMORY_KB)
-    of_block = _ITEM_BYTES * _padded(head_dim) * (rows + 2 * columns) + 1024 * constants.BLOCK_RESERVED_KB
+    kilobytes = attention_kernels.SHARED_MEMORY_KB.get(capability, attention_kernels.OTHER_SHARED_MEMORY_KB)
+    of_block = _ITEM_BYTES * _padded(head_dim) * (rows + 2 * columns) + 1024 * attention_kernels.BLOCK_RESERVED_KB
     return max(1, min(kernel.blocks_per_sm, 1024 * kilobytes // of_block))
 
 
@@ -247,7 +256,7 @@ def _masked_tiles(launch: _Launch, shape: AttentionShape) -> int:
     if _has_window(shape):
         return grid.tiles
     is_even = not (shape.is_packed or shape.queries % launch.rows or shape.keys % launch.columns)
-    is_even &= shape.head_dim <= constants.MOST_EVEN_HEAD_DIM
+    is_even &= shape.head_dim <= attention_kernels.MOST_EVEN_HEAD_DIM
     of_block = 0 if is_even else 1
     if shape.mask.right is not None and shape.queries > 1:
         of_block += ceil(launch.rows / launch.columns)
@@ -256,15 +265,15 @@ def _masked_tiles(launch: _Launch, shape: AttentionShape) -> int:
 
 def _slices(blocks: int, tiles: int, places: int) -> int:
     """How many slices the keys of a block are split into."""
-    if blocks >= constants.FEW_BLOCKS * places:
+    if blocks >= attention_kernels.FEW_BLOCKS * places:
         return 1
 
     def fill(slices: int) -> float:
         waves = blocks * slices / places
         return waves / ceil(waves)
 
-    candidates = range(1, max(1, min(constants.MOST_SLICES, places, tiles)) + 1)
-    enough = constants.SLICE_FILL * max(map(fill, candidates))
+    candidates = range(1, max(1, min(attention_kernels.MOST_SLICES, places, tiles)) + 1)
+    enough = attention_kernels.SLICE_FILL * max(map(fill, candidates))
     return next(slices for slices in candidates if fill(slices) >= enough)
 
 
@@ -272,12 +281,14 @@ def flop_energy(work: AttentionWork, hardware: Hardware) -> float:
     """Energy of a FLOP on matrix units, in that of a large product."""
     if (hardware.compute_capability or (0, 0))[0] != _HOPPER[0]:
         return 1.0
-    return constants.HOPPER_ATTENTION_ENERGY * (1.0 if _is_new(work, hardware) else constants.HOPPER_MMA_ENERGY)
+    return attention_kernels.HOPPER_ATTENTION_ENERGY * (
+        1.0 if _is_new(work, hardware) else attention_kernels.HOPPER_MMA_ENERGY
+    )
 
 
 def _is_new(work: AttentionWork, hardware: Hardware) -> bool:
     """Whether the matmuls are those of the device's own generation, not Ampere's."""
-    return work.backend == "cudnn" or (
+    return work.backend in _NEWEST or (
         work.backend == "flex" and (hardware.compute_capability or _AMPERE)[0] in _WARPGROUP_CAPABILITIES
     )
 
@@ -302,19 +313,20 @@ def score_seconds(
     pipe = max(peak.flop_per_s, peak.sustained_flop_per_s) * legacy
     padded, plain = (_flops_per_score(work, pads=pads) for pads in (True, False))
     cycles = kernel.backward_score_cycles if shape.is_backward else kernel.score_cycles
-    cycles += masked_share * constants.MASKED_SCORE_CYCLES
-    issue = pipe * issue_ratio(dtype, hardware) * constants.ATTENTION_PIPE_SHARE
+    cycles += masked_share * attention_kernels.MASKED_SCORE_CYCLES
+    cycles += work.adds_bias * kernel.bias_cycles + work.drops * kernel.dropout_cycles
+    issue = pipe * issue_ratio(dtype, hardware) * attention_kernels.ATTENTION_PIPE_SHARE
     multiplying, softmax = padded * sms / issue, _sm_seconds(cycles, hardware) + _function_seconds(work, hardware)
     if kernel.flop_per_cycle:
         softmax *= filled_share
         most = kernel.flop_per_cycle[shape.is_backward] / _sm_seconds(1.0, hardware)
-        multiplying = padded / min(pipe * constants.ATTENTION_PIPE_SHARE / sms, most)
+        multiplying = padded / min(pipe * attention_kernels.ATTENTION_PIPE_SHARE / sms, most)
     in_turns = multiplying + softmax
     if kernel.hides_softmax:
         in_turns = overlap(multiplying, softmax, constants.VECTOR_OVERLAP)
     with_power = plain * filled_share * sms / peak.sustained_flop_per_s
     speed = kernel.speed
-    if shape.head_dim > constants.MOST_EVEN_HEAD_DIM:
+    if shape.head_dim > attention_kernels.MOST_EVEN_HEAD_DIM:
         speed *= kernel.wide_speed[shape.is_backward]
     return max(in_turns, padded * sms / pipe, with_power) / speed
 
@@ -361,7 +373,7 @@ def _flops_per_score(work: AttentionWork, *, pads: bool) -> int:
 
 
 def _padded(head_dim: int) -> int:
-    short, long = constants.HEAD_DIMENSION_MULTIPLES
+    short, long = attention_kernels.HEAD_DIMENSION_MULTIPLES
     multiple = short if head_dim <= 128 else long
     return ceil(head_dim / multiple) * multiple
 
@@ -372,7 +384,7 @@ def _group_copies(shape: AttentionShape, nbytes: int, hardware: Hardware) -> flo
     plain = _copy_seconds(nbytes, hardware)
     if shape.sequences == 1 or shape.key_heads == 1:
         return plain
-    return 2 * (plain + _sm_seconds(constants.PERMUTED_COPY_CYCLES, hardware))
+    return 2 * (plain + _sm_seconds(attention_kernels.PERMUTED_COPY_CYCLES, hardware))
 
 
 def _copy_seconds(nbytes: int, hardware: Hardware) -> float:
@@ -387,7 +399,7 @@ def _page_seconds(launch: _Launch, hardware: Hardware) -> float:
     block does nothing else meanwhile, but another one on the SM does."""
     blocks = launch.heads * launch.grid.blocks * launch.slices / hardware.sm_count
     at_a_time = min(launch.resident, max(1.0, blocks))
-    return _sm_seconds(constants.PAGE_LOOKUPS * constants.CACHE_LATENCY_CYCLES / at_a_time, hardware)
+    return _sm_seconds(attention_kernels.PAGE_LOOKUPS * constants.CACHE_LATENCY_CYCLES / at_a_time, hardware)
 
 
 def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> float:
@@ -403,4 +415,4 @@ def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> f
     longest = ceil(grid.longest / launch.slices) * tile_seconds
     if grid.tiles == grid.blocks * grid.longest:
         return busy * ceil(blocks / sms) * sms / blocks
-    return max(longest, busy + (0.0 if kernel.longest_first else longest * constants.ATTENTION_TAIL))
+    return max(longest, busy + (0.0 if kernel.longest_first else longest * attention_kernels.ATTENTION_TAIL))

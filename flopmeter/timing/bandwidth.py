@@ -50,8 +50,8 @@ def scattered_seconds(scatter: Scatter, hardware: Hardware) -> float:
     if hardware.vendor == "amd":
         return scatter.requests * constants.AMD_LINE_BYTES / cache_bytes_per_s(hardware)
     blocks = resident_threads(hardware) // ELEMENT_THREADS
-    asked = 1024 * constants.L1_KB.get(hardware.compute_capability, constants.OTHER_L1_KB)
-    kept = min(1.0, asked / max(1, blocks * scatter.block_lines * LINE_BYTES))
+    holds = 1024 * constants.L1_KB.get(hardware.compute_capability or (0, 0), constants.OTHER_L1_KB)
+    kept = min(1.0, holds / max(1, blocks * scatter.block_lines * LINE_BYTES))
     requests = kept * scatter.requests + (1.0 - kept) * scatter.lookups
     looking = cycles_to_seconds(scatter.lookups * constants.LOOKUP_CYCLES / hardware.sm_count, hardware)
     return overlap(looking, requests * SECTOR_BYTES / cache_bytes_per_s(hardware), constants.VECTOR_OVERLAP)

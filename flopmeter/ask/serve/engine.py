@@ -65,13 +65,12 @@ def choose_tokens(logits: Tensor) -> None:
 
 
 def with_newest_attention(kernels: Sequence[Kernel], device: Hardware) -> list[Kernel]:
-    """The kernels of a step, with the device's attention over a paged cache: FlashAttention-3 and -4 are priced
-    as cuDNN's, the kernel of torch that reaches as much (scripts/validate_attention.py); elsewhere it is
-    FlashAttention-2, which has one kernel for such a cache."""
+    """The kernels of a step, with the device's attention over a paged cache: FlashAttention-3 or -4 on Hopper and
+    data-centre Blackwell, elsewhere FlashAttention-2, which has one kernel for such a cache."""
     capability = device.compute_capability
     if capability is None or device.vendor != "nvidia":
         return list(kernels)
-    backend: AttentionBackend = "cudnn" if capability[0] in FLASH_3_CAPABILITIES else "paged"
+    backend: AttentionBackend = "flash_3" if capability[0] in FLASH_3_CAPABILITIES else "paged"
 
     def in_pages(work: AttentionWork) -> AttentionWork:
         return work._replace(backend=backend, shape=work.shape._replace(is_packed=True))
