@@ -136,8 +136,9 @@ RECURRENT_STEP_SECONDS = 3.8e-6
 LEGACY_MMA_SHARE = 0.63
 LEGACY_MMA_FLOP_PER_CYCLE = LEGACY_MMA_SHARE * 989.4e12 / (132 * 1980e6)
 
-# Lanes for fp32 of the SMs that these cycles are for (CUDA C++ Programming Guide: 64 or 128).
+# Lanes for fp32 of the SMs that these cycles are for (CUDA C++ Programming Guide: 64 or 128), and threads of a warp.
 LANES_OF_SM = 128
+WARP = 32
 
 # --- convolutions ------------------------------------------------------------------------------------------
 
@@ -198,11 +199,15 @@ DEPTHWISE_MOST_SIDE = 7
 DEPTHWISE_SHARE_LARGE = 0.012
 
 # In NCHW torch has depthwise kernels of its own for all types but fp16 (`use_cudnn_depthwise` in Convolution.cpp, and
-# DepthwiseConv2d.cu): integer operations of a thread to find its place, for each element of its window, and of a block
-# for each element that it adds to one weight's gradient. From filters of 3, 5 and 7 on the same H100, in bf16 and fp32:
-# 160, 290 and 550 for an output, 23 to 31 for an addition; input gradients of 3 x 3 take 1.8 times as many.
-DEPTHWISE_PLACE_OPERATIONS, DEPTHWISE_VISIT_OPERATIONS = 73, 10
-DEPTHWISE_ADDITION_OPERATIONS = 27
+# DepthwiseConv2d.cu): integer operations of a thread to find its place, and for each element of its window. From
+# filters of 3, 5 and 7 on the same H100, in bf16 and fp32: 160, 290 and 550 for an output. A thread of the input's
+# gradient asks for each tap whether an output lies there, whatever the stride: it takes 276 to 288, 312 to 388 and 760.
+DEPTHWISE_PLACE_OPERATIONS, DEPTHWISE_VISIT_OPERATIONS, DEPTHWISE_GRADIENT_VISIT_OPERATIONS = 73, 10, 14
+DEPTHWISE_GRADIENT_OPERATIONS = {9: 285, 25: 340}  # by taps, of the kernels that the compiler unrolls
+# For a weight's gradient the warps of a block take image after image, 32 positions at a time: so many instructions for
+# each of both. From 17 shapes there, of which all but one are met within a fifth; images of 7 x 7 take 2.4 times as
+# much for an element as large ones.
+DEPTHWISE_IMAGE_INSTRUCTIONS, DEPTHWISE_POSITIONS_INSTRUCTIONS = 50, 24
 
 # cuDNN runs dense 3x3 convolutions on vector units as Winograd's F(4x4, 3x3): a 6x6 patch of the input
 # becomes 36 numbers, 36 matmuls multiply them, and the result becomes 4x4 outputs (Lavin and Gray, arXiv 1509.09308).

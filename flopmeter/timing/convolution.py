@@ -50,8 +50,9 @@ def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Ha
         extra += 0.0 if shape.channels_last else _turning(shape, item_bytes, hardware)
     else:
         extra = (_padding if shape.channels_last else _turning)(shape, item_bytes, hardware)
-        pixels = _by_pixels(shape, implicit, item_bytes, hardware)
-        busy = busy._replace(work_seconds=max(busy.work_seconds, pixels))
+        if not _is_first_of_resnet(shape, implicit, cost.dtype):
+            pixels = _by_pixels(shape, implicit, item_bytes, hardware)
+            busy = busy._replace(work_seconds=max(busy.work_seconds, pixels))
     return busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=busy.work_seconds + extra)
 
 
@@ -126,6 +127,13 @@ def _by_pixels(shape: Convolution, implicit: Matmul, item_bytes: float, hardware
     return cycles_to_seconds(cycles, hardware)
 
 
+def _is_first_of_resnet(shape: Convolution, implicit: Matmul, dtype: str) -> bool:
+    """For 64 filters of 7 x 7 over up to 4 channels, with a stride, cuDNN has a kernel of its own in fp16, which takes
+    rows of an image (`image_first_layer_..._k64c4r7s7_stride2x2`, in a compiled ResNet-50 on an H100)."""
+    fits = (shape.computes, shape.kernel, implicit.n) == ("output", (7, 7), 64) and shape.channels <= 4
+    return fits and not shape.is_dense and dtype == "fp16"
+
+
 def _grouped(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates, on_matrix_units: bool) -> Busy:
     compute = 2 * implicit.macs / (rates.flop_per_s * grouped_share(shape, on_matrix_units))
     memory = moved.memory_bytes / rates.bytes_per_s
@@ -144,17 +152,32 @@ def depthwise(
     if hardware.vendor == "nvidia" and not shape.channels_last and not is_fp16:
         compute = integer_seconds(_depthwise_operations(shape, implicit), hardware)
     else:
-        compute = 2 * implicit.macs / (hardware.vector_peak("fp32").flop_per_s * depthwise_share(shape))
+        visits = _depthwise_elements(shape, implicit) * prod(shape.kernel)
+        compute = 2 * visits / (hardware.vector_peak("fp32").flop_per_s * depthwise_share(shape))
     memory = moved.memory_bytes / bytes_per_s
     return Busy(compute, memory, max(compute, memory))
 
 
+def _depthwise_elements(shape: Convolution, implicit: Matmul) -> int:
+    """That threads compute one by one, going over all taps of their windows: the input's, of its gradient."""
+    if shape.computes == "input gradient" and shape.tensors:
+        return shape.tensors[-1].numel
+    return implicit.macs // prod(shape.kernel)
+
+
 def _depthwise_operations(shape: Convolution, implicit: Matmul) -> int:
     """Integer operations of torch's own kernels."""
+    taps = prod(shape.kernel)
     if shape.computes == "filter gradient":
-        return constants.DEPTHWISE_ADDITION_OPERATIONS * implicit.macs
-    places = implicit.macs // prod(shape.kernel)
-    return constants.DEPTHWISE_PLACE_OPERATIONS * places + constants.DEPTHWISE_VISIT_OPERATIONS * implicit.macs
+        positions = max(1, implicit.k // max(shape.tensors[0].images, 1))  # of an image
+        turns = ceil(positions / constants.WARP)
+        instructions = constants.DEPTHWISE_IMAGE_INSTRUCTIONS + constants.DEPTHWISE_POSITIONS_INSTRUCTIONS * turns
+        return constants.WARP * instructions * (implicit.macs // positions)
+    of_element = constants.DEPTHWISE_PLACE_OPERATIONS + constants.DEPTHWISE_VISIT_OPERATIONS * taps
+    if shape.computes == "input gradient":
+        of_long = constants.DEPTHWISE_PLACE_OPERATIONS + constants.DEPTHWISE_GRADIENT_VISIT_OPERATIONS * taps
+        of_element = constants.DEPTHWISE_GRADIENT_OPERATIONS.get(taps, of_long)
+    return of_element * _depthwise_elements(shape, implicit)
 
 
 def depthwise_share(shape: Convolution) -> float:
