@@ -57,6 +57,36 @@ def test_hopper_turns_tensors_in_nchw_but_those_of_a_plain_product():
     assert convolved(*narrow, False) == pytest.approx(convolved(*narrow, True), rel=0.15)
 
 
+# Of ResNet-50 and EfficientNet-B0 in training, NCHW: microseconds of 1 x 1, forward or both gradients.
+OVER_SMALL_IMAGES = {
+    # 7 x 7 positions are a multiple of no load: images are turned, and back.
+    "7 x 7": (41, False, (128, 1152, 7, 7), 320, BF16),
+    "7 x 7, gradients": (67, True, (128, 192, 7, 7), 1152, BF16),
+    # Parts of the filters' gradient, 2 x 4 bytes x 1024 x 256 for each of 256 images, are more than both images.
+    "14 x 14, many channels, gradients": (326, True, (256, 256, 14, 14), 1024, BF16),
+    # 2 x 4 x 672 x 112 for each of 128 are less than these: they are written, and added up.
+    "14 x 14, few channels, gradients": (96, True, (128, 112, 14, 14), 672, BF16),
+    "28 x 28, gradients, tf32": (371, True, (128, 512, 28, 28), 256, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", OVER_SMALL_IMAGES)
+def test_a_plain_product_over_small_images_takes_about_as_long_as_on_an_h100(name):
+    microseconds, is_backward, images, filters, dtype = OVER_SMALL_IMAGES[name]
+    x, weight = (tensor(shape, dtype, requires_grad=is_backward) for shape in (images, (filters, images[1], 1, 1)))
+    with FlopMeter("h100-sxm5-80gb", clocks="burst") as forward:
+        out = nn.functional.conv2d(x, weight)
+    with FlopMeter("h100-sxm5-80gb", clocks="burst") as both:
+        if is_backward:
+            out.backward(torch.empty_like(out))
+    assert (both if is_backward else forward).report().kernel_seconds * 1e6 == pytest.approx(microseconds, rel=0.35)
+
+
+def test_an_image_of_one_position_lies_alike_in_either_layout():
+    case = ((128, 1152, 1, 1), (48, 1152, 1, 1), 1)
+    assert convolved(*case, False) == convolved(*case, True)
+
+
 def test_before_hopper_no_kernel_turns_images_in_16_bits():
     case = ((64, 128, 56, 56), (128, 128, 3, 3), 1)
     assert convolved(*case, False, hardware="rtx-4090") < 1.35 * convolved(*case, True, hardware="rtx-4090")

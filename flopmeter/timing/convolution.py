@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, prod
+from math import ceil, gcd, prod
 
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Convolution, ConvolutionWork, Cost, Matmul, Planes
@@ -40,7 +40,7 @@ def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Ha
     shape, implicit, item_bytes = work.shape, work.implicit, item_bytes_of(cost.dtype)
     if is_depthwise(shape, implicit):
         return busy
-    if not _is_hopper(hardware):
+    if not is_hopper(hardware):
         extra = _copies(cost, work, hardware)
     elif has_long_filters(shape, implicit):
         busy, extra = _computing(busy, long_filter_seconds(implicit, hardware)), 0.0
@@ -71,24 +71,57 @@ def _copies(cost: Cost, work: ConvolutionWork, hardware: Hardware) -> float:
     return kernels * hardware.kernel_floor_seconds + copies
 
 
-def _is_hopper(hardware: Hardware) -> bool:
+def is_hopper(hardware: Hardware) -> bool:
     return hardware.compute_capability is not None and hardware.compute_capability[0] == 9
 
 
 def _turning(shape: Convolution, item_bytes: float, hardware: Hardware) -> float:
-    """Each tensor by a kernel of its own, in tiles."""
-    if shape.is_dense and max(shape.kernel) == 1:
-        return 0.0
+    """Each tensor by a kernel of its own, in tiles; or, where images are matrices as they lie, the parts of a filter's
+    gradient, which another kernel adds up."""
+    if _is_plain_product(shape, item_bytes):
+        parts = _part_bytes(shape)
+        return hardware.kernel_floor_seconds + parts / hardware.sustained_bandwidth_bytes_per_s if parts else 0.0
     seconds, side = 0.0, constants.TURNED_TILE_SIDE
     for planes in shape.tensors:
         tiles = planes.images * ceil(planes.channels / side) * ceil(planes.positions / side)
         turned = cycles_to_seconds(tiles * constants.TURNED_TILE_CYCLES / hardware.sm_count, hardware)
-        padded = _padded_channels(planes, item_bytes)
-        nbytes = (planes.numel + planes.images * planes.positions * padded) * item_bytes
+        nbytes = _turned_bytes(planes, item_bytes)
         seconds += hardware.kernel_floor_seconds
         seconds += overlap(turned, nbytes / hardware.sustained_bandwidth_bytes_per_s, constants.VECTOR_OVERLAP)
         seconds += _clearing(planes, item_bytes, hardware)
     return seconds
+
+
+def _is_plain_product(shape: Convolution, item_bytes: float) -> bool:
+    """Whether filters of one element are applied to images in NCHW as they lie. Rows are as long as an image has
+    positions, so 7 x 7 of them are no multiple of any load. A gradient of filters has a product for each image: it is
+    one only if the parts of these are fewer bytes than images that are turned."""
+    if not shape.is_dense or max(shape.kernel) > 1 or not shape.tensors:
+        return False
+    positions = shape.tensors[0].positions
+    turned = sum(_turned_bytes(planes, item_bytes) for planes in shape.tensors)
+    return positions == 1 or (positions % 2 == 0 and _part_bytes(shape) <= turned)
+
+
+def image_alignment_bytes(shape: Convolution, item_bytes: float) -> int:
+    """Of the rows of images that a plain product takes as they lie, at most 16: 14 x 14 positions of two bytes are not
+    a multiple of the 16 that loads for `wgmma` ask for."""
+    if not _is_plain_product(shape, item_bytes) or shape.tensors[0].positions == 1:
+        return constants.FULL_ALIGNMENT_BYTES
+    return gcd(int(shape.tensors[0].positions * item_bytes), constants.FULL_ALIGNMENT_BYTES)
+
+
+def _turned_bytes(planes: Planes, item_bytes: float) -> float:
+    """Read, and written with the channels padded."""
+    padded = _padded_channels(planes, item_bytes)
+    return (planes.numel + planes.images * planes.positions * padded) * item_bytes
+
+
+def _part_bytes(shape: Convolution) -> int:
+    """Written and read of the parts of a filter's gradient, in fp32, one for each image."""
+    if shape.computes != "filter gradient" or shape.tensors[0].positions == 1:
+        return 0
+    return 2 * 4 * shape.tensors[0].images * shape.tensors[-1].numel
 
 
 def _padding(shape: Convolution, item_bytes: float, hardware: Hardware) -> float:

@@ -41,7 +41,14 @@ from flopmeter.timing.bandwidth import (
     share_of_stream,
     threads_of,
 )
-from flopmeter.timing.convolution import convolution, depthwise, is_depthwise, with_conversions
+from flopmeter.timing.convolution import (
+    convolution,
+    depthwise,
+    image_alignment_bytes,
+    is_depthwise,
+    is_hopper,
+    with_conversions,
+)
 from flopmeter.timing.gemm_kernels import (
     UNNAMED,
     NamedKernel,
@@ -157,16 +164,21 @@ def _matmuls(
         return unpacking(work.matmul, constants.UNPACKING[work.bits], moved, rates), "small product"
     if isinstance(work, GroupedMatmulWork):
         return side_by_side(work.matmuls, moved, rates), "grouped product"
-    slow = rates
-    if peak.unit == "matrix" and work.alignment_bytes < constants.FULL_ALIGNMENT_BYTES:
-        slow = rates.slowed(ampere_kernel_share(hardware))
-        slow = slow._replace(kernels=for_unaligned_rows(rates.kernels, work.alignment_bytes))
+    slow = _for_rows(work.alignment_bytes, rates, hardware) if peak.unit == "matrix" else rates
     if isinstance(work, RecurrentWork):
         return _recurrent(work, moved, slow, hardware), "recurrent product"
     as_they_are, kind = _sum_of_matmuls(work, moved, slow)
     if slow is rates or not work.may_pad:
         return as_they_are, kind
     return fastest((as_they_are, _padded(cost, work, moved, rates))), kind
+
+
+def _for_rows(alignment_bytes: int, rates: Rates, hardware: Hardware) -> Rates:
+    """Those of kernels for rows that begin at multiples of so many bytes."""
+    if alignment_bytes >= constants.FULL_ALIGNMENT_BYTES:
+        return rates
+    slow = rates.slowed(ampere_kernel_share(hardware))
+    return slow._replace(kernels=for_unaligned_rows(rates.kernels, alignment_bytes))
 
 
 def _convolution(
@@ -179,6 +191,8 @@ def _convolution(
     if shape.channels * moved.item_bytes < constants.CONVOLUTION_DEPTH_BYTES and implicit.batch == 1:
         # Registers bound these at the boost clock; at half the FLOPs, the power limit leaves more of the clock.
         rates = rates.within(peak.flop_per_s * peak.burst * ampere_kernel_share(hardware))
+    if peak.unit == "matrix" and is_hopper(hardware) and not shape.channels_last:
+        rates = _for_rows(image_alignment_bytes(shape, moved.item_bytes), rates, hardware)
     busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
 
