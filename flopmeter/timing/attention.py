@@ -133,8 +133,8 @@ def _launches(
     tiles of the other nearly empty, and for few blocks, which would leave SMs idle."""
     kernel = kernel_of(backend, hardware, in_16_bits=in_16_bits, is_backward=shape.is_backward)
     whole = _covered(shape, kernel, hardware) if backend != "flex" else _covered_by_template(shape, kernel, hardware)
-    is_split = backend in _SPLITTING and not (kernel is attention_kernels.CUDNN_HOPPER and shape.queries > 1)
-    if not is_split or shape.is_backward or hardware.vendor not in _WITH_SPLIT_KEYS:
+    is_split = backend in _SPLITTING and hardware.vendor in _WITH_SPLIT_KEYS and shape.queries <= kernel.split_queries
+    if not is_split or shape.is_backward:
         return [whole]
     kernel = kernel_of(backend, hardware, in_16_bits=in_16_bits, splits=True)
     split = _covered(shape, kernel, hardware)

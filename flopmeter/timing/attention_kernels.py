@@ -24,6 +24,7 @@ class AttentionKernel(NamedTuple):
     overlap_exponent: float  # of arithmetic and memory traffic, see above
     block_cycles: float  # of a block beside its tiles: start, queries and first keys from DRAM, output
     shared_queries: float = 0  # up to so many queries, heads with the same keys share a block
+    split_queries: float = inf  # up to so many, the library also has a kernel that splits the keys
     shares_in_window: bool = False  # they do so under a window too
     longest_first: bool = False  # under a causal mask the blocks with most keys start first
     speed: float = 1.0  # of all that an SM does for a score, against the family that the other figures are from
@@ -136,7 +137,7 @@ FLASH_3_SPLIT = FLASH_3._replace(
 # loaded, widened and added; a random number for dropout .23, from three calls.
 CUDNN_HOPPER = FLASH_3._replace(
     tiles=((512, 128, 128),), causal_tiles_on={}, window_tiles=(), starts_at_window=False, block_cycles=1500,
-    overlap_exponent=2.0, longest_first=False, shared_queries=0,
+    overlap_exponent=2.0, longest_first=False, shared_queries=0, split_queries=1,
     bias_cycles=2 / CACHE_BYTES_PER_CYCLE + 4 / LANES_OF_SM, dropout_cycles=0.23,
 )  # fmt: skip
 # The backward pass keeps 128 keys and takes 64 queries at a time; its loads and adds are FlashAttention-3's. Set on 36

@@ -136,9 +136,8 @@ RECURRENT_STEP_SECONDS = 3.8e-6
 LEGACY_MMA_SHARE = 0.63
 LEGACY_MMA_FLOP_PER_CYCLE = LEGACY_MMA_SHARE * 989.4e12 / (132 * 1980e6)
 
-# Lanes for fp32 of the SMs that these cycles are for (CUDA C++ Programming Guide: 64 or 128), and threads of a warp.
+# Lanes for fp32 of the SMs that these cycles are for (CUDA C++ Programming Guide: 64 or 128).
 LANES_OF_SM = 128
-WARP = 32
 
 # --- convolutions ------------------------------------------------------------------------------------------
 

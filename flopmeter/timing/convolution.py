@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import ceil, gcd, prod
 
+from flopmeter.costs.scatter import WARP
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Convolution, ConvolutionWork, Cost, Matmul, Planes
 from flopmeter.records.dtypes import item_bytes_of
@@ -203,9 +204,9 @@ def _depthwise_operations(shape: Convolution, implicit: Matmul) -> int:
     taps = prod(shape.kernel)
     if shape.computes == "filter gradient":
         positions = max(1, implicit.k // max(shape.tensors[0].images, 1))  # of an image
-        turns = ceil(positions / constants.WARP)
+        turns = ceil(positions / WARP)
         instructions = constants.DEPTHWISE_IMAGE_INSTRUCTIONS + constants.DEPTHWISE_POSITIONS_INSTRUCTIONS * turns
-        return constants.WARP * instructions * (implicit.macs // positions)
+        return WARP * instructions * (implicit.macs // positions)
     of_element = constants.DEPTHWISE_PLACE_OPERATIONS + constants.DEPTHWISE_VISIT_OPERATIONS * taps
     if shape.computes == "input gradient":
         of_long = constants.DEPTHWISE_PLACE_OPERATIONS + constants.DEPTHWISE_GRADIENT_VISIT_OPERATIONS * taps
