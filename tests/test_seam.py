@@ -67,6 +67,14 @@ def attend(backend: SDPBackend) -> None:
         F.scaled_dot_product_attention(q, q, q)
 
 
+def attend_with_a_mask_and_dropout() -> None:
+    q = meta(2, 4, 128, 64, dtype=F16)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        F.scaled_dot_product_attention(q, q, q, attn_mask=meta(2, 1, 128, 128, dtype=F16))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+
+
 def odds_and_ends() -> None:
     """What single ops have: steps that wait, lists of indices, host links, sparse tensors, groups."""
     images = meta(2, 4, 64, 64)
@@ -145,8 +153,10 @@ def in_four_bits() -> list[records.Kernel]:
 
 
 def in_pages() -> list[records.Kernel]:
-    """Kernels of a server whose cache lies in pages."""
-    return with_newest_attention(metered(attend_in_a_window).report().kernels, load_hardware("a100-sxm4-80gb"))
+    """Kernels of servers whose cache lies in pages."""
+    kernels = metered(attend_in_a_window).report().kernels
+    devices = load_hardware("a100-sxm4-80gb"), load_hardware("h100-sxm5-80gb")
+    return [kernel for device in devices for kernel in with_newest_attention(kernels, device)]
 
 
 def recur() -> None:
@@ -224,6 +234,7 @@ def catalogue() -> tuple[Report, ...]:
         metered(lambda: attend(SDPBackend.FLASH_ATTENTION)),
         metered(lambda: attend(SDPBackend.EFFICIENT_ATTENTION)),
         metered(lambda: attend(SDPBackend.CUDNN_ATTENTION), "h100-sxm5-80gb"),
+        metered(attend_with_a_mask_and_dropout, "h100-sxm5-80gb"),
         metered(attend_on_the_cpu, as_cuda=False),
         metered(attend_in_a_window),
         metered(attend_to_sequences_of_two_lengths),
@@ -335,5 +346,5 @@ def test_each_regime_is_that_of_some_kernel():
 
 
 def test_a_cost_of_fused_attention_that_does_not_say_whose_kernel_it_is_is_refused():
-    with pytest.raises(ValueError, match="one of flash, efficient, cudnn, flex, flex_decoding, paged, other"):
+    with pytest.raises(ValueError, match="one of flash, flash_3, efficient, cudnn, flex, flex_decoding, paged, other"):
         records.Cost("mine", records.ATTENTION, ((records.ATTENTION, 0),), (), (), "bf16", records.VectorWork())

@@ -71,7 +71,7 @@ ELEMENT_THREADS = 128
 NARROW_ELEMENTS, WIDE_ELEMENTS, WIDE_BYTES = 4, 2, 4
 
 
-class Run(NamedTuple):
+class MergedDimension(NamedTuple):
     """Dimensions that all operands walk as one: how many elements, and how far apart they lie in each operand."""
 
     size: int
@@ -108,7 +108,7 @@ def place_operations(threads: int, visited: int = 0) -> int:
     return PLACE_OPERATIONS * threads + VISIT_OPERATIONS * visited
 
 
-def walked_runs(operands: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[Run]]:
+def walked_runs(operands: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[MergedDimension]]:
     """The operands on the device and their runs. A number on the host is a plain argument of the kernel. There are no
     runs where the tensors are walked one by one."""
     shape, device = operands[0].shape, operands[0].device
@@ -124,18 +124,18 @@ def _strides(spec: TensorSpec, dimensions: int) -> tuple[int, ...]:
     return (0,) * (dimensions - len(own)) + own
 
 
-def _runs(shape: Sequence[int], strides: list[tuple[int, ...]]) -> list[Run]:
+def _runs(shape: Sequence[int], strides: list[tuple[int, ...]]) -> list[MergedDimension]:
     """The dimensions that are left after merging, from the fastest to the slowest. A dimension is merged with the next
     one if in all operands both are one run of memory."""
     by_dimension = list(zip(shape, zip(*strides, strict=True), strict=True))
-    runs: list[Run] = []
+    runs: list[MergedDimension] = []
     ends: tuple[int, ...] | None = None  # where the last run of each operand ends
     for size, steps in sorted(by_dimension, key=lambda entry: entry[1]):
         if size == 1:
             continue
         if steps == ends:
-            runs[-1] = Run(runs[-1].size * size, runs[-1].steps)
+            runs[-1] = MergedDimension(runs[-1].size * size, runs[-1].steps)
         else:
-            runs.append(Run(size, steps))
+            runs.append(MergedDimension(size, steps))
         ends = tuple(size * step for step in steps)
     return runs

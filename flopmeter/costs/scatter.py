@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from math import ceil
 
-from flopmeter.costs.index_arithmetic import ELEMENT_THREADS, Run, elements_of_thread, walked_runs
+from flopmeter.costs.index_arithmetic import ELEMENT_THREADS, MergedDimension, elements_of_thread, walked_runs
 from flopmeter.records import Scatter, TensorSpec
 
 WARP = 32
@@ -34,7 +34,7 @@ def scatter_of(operands: Sequence[TensorSpec]) -> Scatter:
 
 
 @functools.lru_cache(4096)
-def _of_block(runs: tuple[Run, ...], operand: int, item_bytes: int, block: int) -> tuple[int, int, int]:
+def _of_block(runs: tuple[MergedDimension, ...], operand: int, item_bytes: int, block: int) -> tuple[int, int, int]:
     """Lookups, requests and lines of the first block in an operand, those left out that neighbours would need."""
     offsets = [0]
     for size, steps in runs:

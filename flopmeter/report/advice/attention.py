@@ -340,7 +340,16 @@ def _fused(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int
     bias = _bias_in_heads(attention, qkv[0].shape[:2])
     backend = backend_of(qkv, device, is_causal=attention.is_causal, dropout=attention.dropout, bias=bias)
     return {
-        place: fused(trace.ops[place], qkv, result, sums, attention.is_causal, backend, bias)
+        place: fused(
+            trace.ops[place],
+            qkv,
+            result,
+            sums,
+            backend,
+            is_causal=attention.is_causal,
+            dropout=attention.dropout,
+            bias=bias,
+        )
         for place in (attention.values, *([max(backward)] if backward else ()))
     }
 

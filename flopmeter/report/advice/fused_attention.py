@@ -52,7 +52,15 @@ def backend_of(qkv: Operands, device: Hardware, *, is_causal: bool, dropout: flo
 
 
 def fused(
-    op: Op, qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str, bias: Bias | None = None
+    op: Op,
+    qkv: Operands,
+    out: TensorSpec,
+    sums: TensorSpec,
+    backend: str,
+    *,
+    is_causal: bool,
+    dropout: float = 0.0,
+    bias: Bias | None = None,
 ) -> Op:
     """The kernel in the place of an op, forward or backward as that is. Its tensors have the numbers that the trace
     gives their storages. The results of the backward kernel are as large as q, k and v, and are written over them,
@@ -64,12 +72,10 @@ def fused(
         results += (bias.gradient,)
     name = f"_scaled_dot_product_{backend}_attention{'_backward' if is_backward else ''}"
     func = getattr(aten_overloads, name).default
-    return in_place_of(op, func, read, _settings(is_causal, bias), specs, results)
-
-
-def _settings(is_causal: bool, bias: Bias | None) -> dict[str, Any]:
-    settings = {"dropout_p": 0.0, "is_causal": is_causal}
-    return settings if bias is None else settings | {"attn_bias": bias.spec}
+    settings: dict[str, Any] = {"dropout_p": dropout, "is_causal": is_causal}
+    if bias is not None:
+        settings["attn_bias"] = bias.spec
+    return in_place_of(op, func, read, settings, specs, results)
 
 
 def with_kernel(op: Op, backend: str, end: str, *, is_causal: bool, dropout_p: float) -> Op:
