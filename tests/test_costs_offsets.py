@@ -89,6 +89,10 @@ SCATTERED = {
     "a small image into planes": (
         lambda: T(512, 16, 8, 8, dtype=HALF).to(memory_format=torch.channels_last).contiguous(), 1024, 128, 16, 16
     ),
+    # Ten planes of 49 positions and a part of another one: a warp's 32 lie in eight to ten lines, 148 in all.
+    "a smaller image into planes": (
+        lambda: T(512, 16, 7, 7, dtype=HALF).to(memory_format=torch.channels_last).contiguous(), 784, 148, 16, 16
+    ),
     "a matrix, transposed": (lambda: T(1024, 1024).t().contiguous(), 4096, 256, 256, 8),
     "a sum with a matrix that is transposed": (lambda: T(1024, 1024) + T(1024, 1024).t(), 4096, 256, 256, 8),
     # Of an operand in channels-last only: the other one lies as its shape says.

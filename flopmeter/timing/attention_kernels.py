@@ -21,7 +21,7 @@ class AttentionKernel(NamedTuple):
     blocks_per_sm: int  # at most, at a time: while one begins or ends, another one computes
     score_cycles: float  # of an SM per score, not hidden behind the matmuls: exp, row sums, conversion
     backward_score_cycles: float  # the same in the backward pass, which also adds to dq atomically
-    overlap_exponent: float  # of arithmetic and memory traffic, see above
+    overlap_exponent: float  # of arithmetic and memory traffic, as in constants.py
     block_cycles: float  # of a block beside its tiles: start, queries and first keys from DRAM, output
     shared_queries: float = 0  # up to so many queries, heads with the same keys share a block
     split_queries: float = inf  # up to so many, the library also has a kernel that splits the keys
@@ -141,7 +141,8 @@ CUDNN_HOPPER = FLASH_3._replace(
     bias_cycles=2 / CACHE_BYTES_PER_CYCLE + 4 / LANES_OF_SM, dropout_cycles=0.23,
 )  # fmt: skip
 # The backward pass keeps 128 keys and takes 64 queries at a time; its loads and adds are FlashAttention-3's. Set on 36
-# calls: mean error 5 % (13 % by FlashAttention-3's). A mask takes .3 cycles (heads of 64; .5 of 128), from three calls.
+# calls: mean error 5 % (13 % by FlashAttention-3's). A mask takes .3 cycles with heads of 64 and .5 of 128, from four
+# calls: .35 is taken for both.
 CUDNN_HOPPER_BACKWARD = CUDNN_HOPPER._replace(
     tiles=((512, 128, 64),), block_cycles=5000, overlap_exponent=1.5, backward_score_cycles=0.18, bias_cycles=0.35,
     dropout_cycles=0.15,

@@ -214,9 +214,9 @@ WINOGRAD_OUTPUT, WINOGRAD_PATCH = 4, 6
 
 # --- memory ------------------------------------------------------------------------------------------------
 
-# The first-level cache of an SM, by compute capability (the unified data cache of the same guide's sections on each
-# architecture; on 7.5 and 7.0 as on the others what shared memory leaves), and others. Its lines are tagged: it looks
-# one up in a cycle, for all threads of a warp that ask for it (Nsight Compute's documentation, 'L1TEX: T-stage').
+# The first-level cache of an SM, by compute capability (the unified data cache in the CUDA C++ Programming Guide's
+# sections on each architecture, as if nothing of it were shared memory), and that of others. Its lines are tagged: it
+# looks one up in a cycle, for all threads of a warp that ask for it (Nsight Compute's documentation, 'L1TEX: T-stage').
 L1_KB = {
     (7, 0): 128, (7, 5): 96, (8, 0): 192, (8, 6): 128, (8, 7): 192, (8, 9): 128, (12, 0): 128, (12, 1): 128,
 }  # fmt: skip
