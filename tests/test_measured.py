@@ -190,7 +190,8 @@ def cuda_trace(**changes):
     return {"schemaVersion": 1, "deviceProperties": devices, "traceEvents": events, **changes}
 
 
-SHAPES_OF_ADDMM = (512, 1024), (4096, 1024), (4096,)
+KERNELS = "ampere_bf16_gemm", "relu_part"
+SQUARE = (4096, 4096), (4096, 4096), (4096,)
 
 
 @pytest.fixture
@@ -213,15 +214,58 @@ def test_the_kernels_of_a_gpu_are_joined_to_their_ops(cuda_path):
     assert found.rows[0].name == "copy_"
 
 
-def test_a_kernel_is_predicted_as_in_a_report(cuda_path):
-    """All of it: also the time in which a product waits for its first loads and last stores."""
-    device = A100.at_boost()
-    (addmm,) = (row for row in flopmeter.check(cuda_path, device).rows if row.name == "addmm")
-    x, weight, bias = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in SHAPES_OF_ADDMM)
-    with torch.inference_mode(), FlopMeter(device) as meter:
+def with_large_product():
+    """`cuda_trace` with [4096, 4096] squared, which feels the power limit."""
+    trace = cuda_trace()
+    addmm = next(one for one in trace["traceEvents"] if one["name"] == "aten::addmm")
+    addmm["args"]["Input Dims"] = [[4096], [4096, 4096], [4096, 4096], [], []]
+    addmm["args"]["Input Strides"] = [[1], [4096, 1], [1, 4096], [], []]
+    return trace
+
+
+def large_product_in_a_report(clocks):
+    """Seconds."""
+    x, weight, bias = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in SQUARE)
+    with torch.inference_mode(), FlopMeter(A100, clocks=clocks) as meter:
         torch.addmm(bias, x, weight.t())
     (timing,) = meter.report().timings
-    assert addmm.predicted_seconds == pytest.approx(timing.seconds)
+    return timing.seconds
+
+
+def predicted_addmm(found):
+    return next(row.predicted_seconds for row in found.rows if row.name == "addmm")
+
+
+@pytest.mark.parametrize("clocks", ["sustained", "burst"])
+def test_a_kernel_is_predicted_as_in_a_report(tmp_path, clocks):
+    """All of it: also the time in which a product waits for its first loads and last stores."""
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(with_large_product()))
+    found = flopmeter.check(path, clocks=clocks)
+    assert predicted_addmm(found) == pytest.approx(large_product_in_a_report(clocks))
+    assert found.clocks == clocks
+    assert "as asked" in found.render()
+
+
+def test_a_profile_is_priced_at_the_clocks_that_its_matmuls_come_nearer_to(tmp_path):
+    """A trace does not tell whether the device had run for seconds before it. Other kernels have no say."""
+    trace = with_large_product()
+    addmm, relu = (next(one for one in trace["traceEvents"] if one["name"] == name) for name in KERNELS)
+    path = tmp_path / "t.json"
+    seconds = {clocks: large_product_in_a_report(clocks) for clocks in ("sustained", "burst")}
+    assert seconds["burst"] < 0.95 * seconds["sustained"]
+    for clocks, beside, relu["dur"] in (("burst", 1.01, 40), ("sustained", 0.99, 1), ("sustained", 1.5, 1)):
+        addmm["dur"] = 1e6 * beside * seconds[clocks]
+        path.write_text(json.dumps(trace))
+        found = flopmeter.check(path)
+        assert (found.clocks, predicted_addmm(found)) == (clocks, pytest.approx(seconds[clocks]))
+        assert f"to which the matmuls come nearer: {1 / beside:.2f} of their measured time" in found.render()
+        assert json.loads(found.render("json"))["clocks"] == clocks
+
+
+def test_clocks_that_there_are_not_are_refused(cuda_path):
+    with pytest.raises(ValueError, match="must be one of sustained, burst, not 'boost'"):
+        flopmeter.check(cuda_path, clocks="boost")
 
 
 def test_a_copy_from_the_host_is_held_against_the_link(cuda_path):

@@ -166,11 +166,13 @@ def add_device(parser: argparse.ArgumentParser, *, mode: bool = True) -> None:
         add_mode(parser)
 
 
-def add_clocks(parser: argparse._ActionsContainer) -> None:
+def add_clocks(
+    parser: argparse._ActionsContainer, default: Clocks | None = "sustained", otherwise: str = "%(default)s"
+) -> None:
     parser.add_argument(
-        "--clocks", choices=get_args(Clocks), default="sustained",
+        "--clocks", choices=get_args(Clocks), default=default,
         help="those that the power limit leaves in a long run, or those of one too short to feel it"
-        " (default: %(default)s)",
+        f" (default: {otherwise})",
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from flopmeter.cli.command import Command, add_format, number, percentage, show, writing
+from flopmeter.cli.command import Command, add_clocks, add_format, number, percentage, show, writing
 from flopmeter.cli.difference import difference, read_report
 from flopmeter.measured import DeviceType, as_yaml, calibrate, check
 from flopmeter.report.tables import FORMATS
@@ -34,7 +34,7 @@ def _diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    show(check(options.trace, options.hardware).render(options.format), options)
+    show(check(options.trace, options.hardware, clocks=options.clocks).render(options.format), options)
     return 0
 
 
@@ -43,6 +43,7 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware", metavar="NAME", help="a name or a YAML file (default: the GPU that the trace names)"
     )
+    add_clocks(parser, default=None, otherwise="those that the measured matmuls come nearer to")
     add_format(parser, FORMATS)
 
 

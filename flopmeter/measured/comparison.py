@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import log
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from flopmeter.costs import costs_of
 from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
@@ -15,30 +16,43 @@ from flopmeter.measured import rebuild
 from flopmeter.measured.kineto import OpEvent, Profile, ProfileError, Span, covered_nanoseconds, read_profile
 from flopmeter.measured.result import NO_KERNEL, Check, CheckRow, UnpricedRow
 from flopmeter.meter import FlopMeter
-from flopmeter.records import Call, Cost, HostCopy, Switches
+from flopmeter.records import Call, Clocks, Cost, HostCopy, Switches
 from flopmeter.report.quantities import in_ms
-from flopmeter.timing import cpu, kernels
+from flopmeter.timing.energy import PowerLaws
 from flopmeter.timing.floors import least_seconds
 from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel, as_found_by, legacy_mma_share, named
-from flopmeter.timing.timeline import op_seconds
+from flopmeter.timing.timeline import KernelPrices, op_seconds
 
 # How cuBLAS and cuDNN name their kernels; of CUTLASS's in fp32 these are the ones that multiply on Tensor Cores.
 _SIGNS_OF_TF32 = ("tf32", "tensorop_s1688gemm")
 _TO_OR_FROM_HOST = ("HtoD", "DtoH")  # in the names that CUPTI gives to copies
 _ATEN = "aten::"
 _SECONDS = 1e-9  # of a nanosecond
+_CLOCKS: Mapping[Clocks, str] = {
+    "sustained": "the clocks of a long run under the power limit (sustained)",
+    "burst": "the boost clock (burst)",
+}
 _OUTSIDE = "launched outside of any op: compiled code, a replayed graph, a library"
 _NOT_SENT = "the trace holds no call that launched it"
 
 
-def check(path: str | os.PathLike[str], hardware: str | os.PathLike[str] | Hardware | None = None) -> Check:
+def check(
+    path: str | os.PathLike[str],
+    hardware: str | os.PathLike[str] | Hardware | None = None,
+    *,
+    clocks: Clocks | None = None,
+) -> Check:
     """Compare a Chrome trace of torch.profiler, recorded with record_shapes=True, with the prediction for `hardware`.
 
     hardware: a name, a path or a Hardware; by default the device that the trace names. A trace of a CPU names none;
         `flopmeter calibrate` writes a profile of the machine.
+    clocks: 'sustained' or 'burst', as of a FlopMeter; by default those that the measured matmuls come nearer to, which
+        a note says. A trace does not tell how long the device ran before it.
 
-    Raises ProfileError if the file is no such trace, HardwareError for an unknown device.
+    Raises ProfileError if the file is no such trace, HardwareError for an unknown device, ValueError for other clocks.
     """
+    if clocks not in (None, *get_args(Clocks)):
+        raise ValueError(f"clocks must be one of {', '.join(get_args(Clocks))}, not {clocks!r}")
     profile = read_profile(path)
     device = _sharing(_device(Path(path), profile, hardware), profile.ranks)
     meter = FlopMeter(device, as_cuda=profile.is_cuda)
@@ -47,7 +61,7 @@ def check(path: str | os.PathLike[str], hardware: str | os.PathLike[str] | Hardw
         for root in profile.roots:
             for event in rebuild.find_ops(root):
                 pricer.add(event)
-    return pricer.result(Path(path).name)
+    return pricer.result(Path(path).name, clocks)
 
 
 def _device(path: Path, profile: Profile, hardware: str | os.PathLike[str] | Hardware | None) -> Hardware:
@@ -82,15 +96,31 @@ def _sharers(device: Hardware, ranks: int) -> int:
 class _Prediction(NamedTuple):
     """The prediction of one call."""
 
-    row: CheckRow  # without a measurement
+    row: CheckRow  # without a measurement and its prediction
+    seconds: Mapping[Clocks, float]
     macs: int
     model_flops: int
 
-    def measured(self, calls: int, seconds: float) -> CheckRow:
+    def measured(self, calls: int, seconds: float, clocks: Clocks) -> CheckRow:
         """The row of so many calls, that took so long together."""
+        row = self.row._replace(predicted_seconds=self.seconds[clocks])
         sums = ("predicted_seconds", "floor_seconds", "flops", "bytes")
-        of_all = {name: getattr(self.row, name) * calls for name in sums}
-        return self.row._replace(calls=calls, measured_seconds=seconds, **of_all)
+        of_all = {name: getattr(row, name) * calls for name in sums}
+        return row._replace(calls=calls, measured_seconds=seconds, **of_all)
+
+
+class _Prices:
+    """Seconds of single kernels on one device, at the clocks of a long run and of a burst."""
+
+    def __init__(self, device: Hardware):
+        self.device = device
+        self._laws: dict[Clocks, PowerLaws] = {clocks: PowerLaws() for clocks in get_args(Clocks)}
+
+    def seconds(self, cost: Cost, switches: Switches, ran: NamedKernel, clocks: Clocks) -> float:
+        law = self._laws[clocks].of(self.device, switches, clocks)
+        one_clock = KernelPrices(self.device, switches)
+        price = law.price_alone(cost, ran) if law else one_clock(cost, 0.0, 1.0, ran)
+        return price.busy.seconds + self.device.kernel_floor_seconds
 
 
 @dataclass
@@ -110,6 +140,7 @@ class _Pricer:
 
     def __post_init__(self) -> None:
         self._dtype_in_lists = rebuild.commonest_float(self.profile.roots)
+        self._prices = _Prices(self.device)
 
     def add(self, event: OpEvent) -> None:
         launched = list(event.all_launched())
@@ -140,7 +171,10 @@ class _Pricer:
         spans = [one.span for one in event.all_launched()] if self.profile.is_cuda else [event.span]
         return covered_nanoseconds(spans)
 
-    def result(self, name: str) -> Check:
+    def result(self, name: str, asked: Clocks | None) -> Check:
+        matmuls = {of: self._matmuls_to_measured(of) for of in get_args(Clocks)}
+        nearer = min(get_args(Clocks), key=lambda of: abs(log(matmuls[of])))
+        clocks: Clocks = asked or nearer
         span = _seconds(self.profile.span)
         dtype = self._main_dtype()
         flops = sum(known.model_flops * self._calls[key] for key, known in self._predictions())
@@ -149,23 +183,31 @@ class _Pricer:
             title=f"{name} · {self.device.title} · {dtype}",
             hardware=self.device,
             is_cuda=self.profile.is_cuda,
-            rows=tuple(sorted(self._rows(), key=lambda row: -row.to_win_seconds)),
+            clocks=clocks,
+            rows=tuple(sorted(self._rows(clocks), key=lambda row: -row.to_win_seconds)),
             alone_measured_seconds=sum(self._alone_nanoseconds[key] for key, _ in self._predictions()) * _SECONDS,
-            alone_predicted_seconds=sum(
-                known.row.predicted_seconds * self._alone[key] for key, known in self._predictions()
-            ),
+            alone_predicted_seconds=sum(known.seconds[clocks] * self._alone[key] for key, known in self._predictions()),
             unpriced=tuple(sorted(_merged(self._unpriced()), key=lambda row: -row.measured_seconds)),
             span_seconds=span,
             busy_seconds=covered_nanoseconds(self._busy()) * _SECONDS,
             host_seconds=covered_nanoseconds(root.span for root in self.profile.roots) * _SECONDS,
             mfu=flops / (span * peak) if span else 0.0,
             main_dtype=dtype,
-            notes=tuple(self._notes()),
+            notes=(*_of_clocks(clocks, matmuls, asked), *self._notes()),
         )
 
-    def _rows(self) -> Iterator[CheckRow]:
+    def _rows(self, clocks: Clocks) -> Iterator[CheckRow]:
         for key, known in self._predictions():
-            yield known.measured(self._calls[key], self._nanoseconds[key] * _SECONDS)
+            yield known.measured(self._calls[key], self._nanoseconds[key] * _SECONDS, clocks)
+
+    def _matmuls_to_measured(self, clocks: Clocks) -> float:
+        """Predicted by measured time of the matmuls, convolutions included, that clocks change; 1 without any."""
+        measured = predicted = 0.0
+        for key, known in self._predictions():
+            if known.macs and len(set(known.seconds.values())) > 1:
+                measured += self._nanoseconds[key] * _SECONDS
+                predicted += self._calls[key] * known.seconds[clocks]
+        return predicted / measured if measured else 1.0
 
     def _unpriced(self) -> Iterator[UnpricedRow]:
         for key, known in self._known.items():
@@ -237,7 +279,7 @@ class _Pricer:
             costs = [cost for call in calls for cost in costs_of(call)]
             if crosses_link:
                 costs = [replace(cost, work=HostCopy(cost.bytes_written)) for cost in costs]
-            prediction = _priced(event, calls, costs, self.device, ran, Switches(is_tf32, is_tf32, False))
+            prediction = _priced(event, calls, costs, self._prices, ran, Switches(is_tf32, is_tf32, False))
         except (rebuild.NotRebuilt, HardwareError) as reason:
             return str(reason)
         if arguments.assumes_dtype:
@@ -260,22 +302,22 @@ def _library_kernel(names: Iterable[str]) -> NamedKernel:
 
 
 def _priced(
-    event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardware, ran: NamedKernel, switches: Switches
+    event: OpEvent, calls: list[Call], costs: list[Cost], prices: _Prices, ran: NamedKernel, switches: Switches
 ) -> _Prediction:
     """`ran`: the kernel of a library; the floor is that of the device with any."""
-    name = _short(event.name)
+    name, device = _short(event.name), prices.device
     inputs = calls[0].inputs if calls else ()
     shapes = " ".join(str(list(spec.shape)).replace(" ", "") for spec in inputs[:4]) + " …" * (len(inputs) > 4)
     host = device.host if device.is_cpu else None  # for a GPU only the device's time is compared
     if not costs:
         dispatch = host.before_op_seconds(views=1, module_calls=0) if host else 0.0
-        return _Prediction(CheckRow(name, shapes, NO_KERNEL, "", 1, 0.0, dispatch, 0.0, 0, 0), 0, 0)
-    if device.is_cpu:
-        prices = [cpu.price(cost, device, switches) for cost in costs]
-    else:
-        prices = [kernels.price(cost, device, switches, ran=ran if cost.macs else UNNAMED) for cost in costs]
-    seconds = [price.busy.seconds + device.kernel_floor_seconds for price in prices]
-    longest = costs[seconds.index(max(seconds))]
+        row = CheckRow(name, shapes, NO_KERNEL, "", 1, 0.0, 0.0, 0.0, 0, 0)
+        return _Prediction(row, dict.fromkeys(get_args(Clocks), dispatch), 0, 0)
+    of_each = {
+        clocks: [prices.seconds(cost, switches, ran if cost.macs else UNNAMED, clocks) for cost in costs]
+        for clocks in get_args(Clocks)
+    }
+    longest = max(zip(of_each["sustained"], costs, strict=True), key=lambda pair: pair[0])[1]
     row = CheckRow(
         name,
         shapes,
@@ -283,12 +325,25 @@ def _priced(
         switches.matmul_dtype(longest),
         calls=1,
         measured_seconds=0.0,
-        predicted_seconds=sum(seconds) + (op_seconds(longest, host) if host else 0.0),
+        predicted_seconds=0.0,
         floor_seconds=sum(least_seconds(cost, device, switches) for cost in costs),
         flops=sum(cost.executed_flops for cost in costs),
         bytes=sum(cost.bytes for cost in costs),
     )
-    return _Prediction(row, sum(cost.macs for cost in costs), sum(cost.model_flops for cost in costs))
+    dispatch = op_seconds(longest, host) if host else 0.0
+    seconds = {clocks: sum(kernels) + dispatch for clocks, kernels in of_each.items()}
+    return _Prediction(row, seconds, sum(cost.macs for cost in costs), sum(cost.model_flops for cost in costs))
+
+
+def _of_clocks(clocks: Clocks, matmuls: Mapping[Clocks, float], asked: Clocks | None) -> Iterator[str]:
+    """Which clocks the prediction is of, and how far off the matmuls are at each. Nothing where all are the same."""
+    if len(set(matmuls.values())) > 1:
+        other = next(of for of in matmuls if of != clocks)
+        why = "as asked" if asked else "to which the matmuls come nearer"
+        yield (
+            f"predicted at {_CLOCKS[clocks]}, {why}: {matmuls[clocks]:.2f} of their measured time;"
+            f" at {_CLOCKS[other]} {matmuls[other]:.2f}"
+        )
 
 
 def _short(name: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import OP_CLASSES
+from flopmeter.records import OP_CLASSES, Clocks
 from flopmeter.report.quantities import in_gb, in_ms, percent
 from flopmeter.report.tables import ColumnOf, Document, Shown, Table, table_of
 
@@ -65,6 +65,7 @@ class Check(Shown):
     title: str
     hardware: Hardware
     is_cuda: bool
+    clocks: Clocks  # that the predictions are of
     rows: tuple[CheckRow, ...]
     unpriced: tuple[UnpricedRow, ...]
     span_seconds: float  # from the first to the last event
@@ -118,7 +119,7 @@ class Check(Shown):
             for name in (
                 "span_seconds", "busy_seconds", "host_seconds", "idle_share", "measured_seconds", "predicted_seconds",
                 "alone_measured_seconds", "alone_predicted_seconds", "priced_share", "weighted_error", "mfu",
-                "main_dtype",
+                "main_dtype", "clocks",
             )
         }  # fmt: skip
         records = [row.as_dict() for row in self.rows]

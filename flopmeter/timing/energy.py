@@ -23,6 +23,8 @@ from flopmeter.timing import constants
 from flopmeter.timing.attention import flop_energy
 from flopmeter.timing.concurrency import Party
 from flopmeter.timing.convolution import suits_winograd
+from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel
+from flopmeter.timing.kernels import Price
 from flopmeter.timing.timeline import ClockOf, KernelPrices, Launched, LaunchPrices, time_kernels, time_ranks
 
 CLOCK_STEPS = 1024  # a clock is found to within this fraction of the boost clock
@@ -72,7 +74,7 @@ def time_run(
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
     run = RankRun(launches, hardware, switches, host or hardware.host, cluster)
-    law = _law(run, clocks) if laws is None else laws.of(run, clocks)
+    law = (laws or PowerLaws()).of(hardware, switches, clocks)
     if law is None:
         return _timed(run, time_kernels(launches, hardware, switches, run.host, cluster), law, clocks)
     clock_of, prices = law.of_kernels(launches), law.prices
@@ -88,7 +90,7 @@ def time_runs(
 
     Raises HardwareError as `time_run` does, and HangError where ranks wait for each other for ever.
     """
-    laws = {rank: _law(run, clocks) for rank, run in ranks.items()}
+    laws = {rank: PowerLaws().of(run.hardware, run.switches, clocks) for rank, run in ranks.items()}
     timings = time_ranks({rank: _launched(run, laws[rank]) for rank, run in ranks.items()}, earlier=earlier)
     return {rank: _timed(run, timings[rank], laws[rank], clocks) for rank, run in ranks.items()}
 
@@ -99,16 +101,12 @@ class PowerLaws:
     def __init__(self) -> None:
         self._known: dict[Switches, KernelClocks | None] = {}
 
-    def of(self, run: RankRun, clocks: Clocks) -> KernelClocks | None:
-        if run.switches not in self._known:
-            self._known[run.switches] = _law(run, clocks)
-        return self._known[run.switches]
-
-
-def _law(run: RankRun, clocks: Clocks) -> KernelClocks | None:
-    """The law of the device; None if it has one clock."""
-    has_one = run.hardware.limit_watts is None or run.hardware.is_cpu
-    return None if has_one else KernelClocks(run.hardware, run.switches, clocks)
+    def of(self, hardware: Hardware, switches: Switches, clocks: Clocks) -> KernelClocks | None:
+        """None if the device has one clock, that of its profile."""
+        if switches not in self._known:
+            has_one = hardware.limit_watts is None or hardware.is_cpu
+            self._known[switches] = None if has_one else KernelClocks(hardware, switches, clocks)
+        return self._known[switches]
 
 
 def _launched(run: RankRun, law: KernelClocks | None) -> Launched:
@@ -138,16 +136,20 @@ class KernelClocks:
         self._hardware, self._switches, self._is_sustained = hardware, switches, clocks == "sustained"
         self.prices = KernelPrices(hardware.at_boost(), switches)
         self._energies: dict[Cost, Energy] = {}
-        self._known: dict[tuple[Cost, float], float] = {}
+        self._known: dict[tuple[Cost, float, NamedKernel], float] = {}
 
-    def __call__(self, cost: Cost, cached_bytes: float) -> float:
-        """The clock at which the kernel draws no more than the limit. `cached_bytes` as in `kernels.price`."""
+    def __call__(self, cost: Cost, cached_bytes: float, ran: NamedKernel = UNNAMED) -> float:
+        """The clock at which the kernel draws no more than the limit. `cached_bytes` and `ran`: see `kernels.price`."""
         if not self._is_sustained or cost.collective is not None:
             return 1.0
-        key = cost, cached_bytes
+        key = cost, cached_bytes, ran
         if key not in self._known:
-            self._known[key] = self._within_limit(cost, cached_bytes)
+            self._known[key] = self._within_limit(*key)
         return self._known[key]
+
+    def price_alone(self, cost: Cost, ran: NamedKernel) -> Price:
+        """The price of a kernel of which the cache holds nothing, at its clock."""
+        return self.prices(cost, 0.0, self(cost, 0.0, ran), ran)
 
     def of_kernels(self, launches: Launches) -> ClockOf:
         """The clock of the kernel with that number."""
@@ -158,10 +160,10 @@ class KernelClocks:
             self._energies[cost] = energy(cost, self._hardware, self._switches)
         return self._energies[cost]
 
-    def _within_limit(self, cost: Cost, cached_bytes: float) -> float:
+    def _within_limit(self, cost: Cost, cached_bytes: float, ran: NamedKernel) -> float:
         def fits(step: int) -> bool:
             clock = step / CLOCK_STEPS
-            seconds = self.prices(cost, cached_bytes, clock).busy.seconds + self._hardware.kernel_floor_seconds
+            seconds = self.prices(cost, cached_bytes, clock, ran).busy.seconds + self._hardware.kernel_floor_seconds
             limit = self._hardware.limit_watts or float("inf")
             return self.energy(cost).at(clock) <= (limit - self._hardware.idle_watts) * seconds
 

@@ -32,6 +32,7 @@ from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
 from flopmeter.timing.concurrency import Activity, Party, Stretch, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
+from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel
 from flopmeter.timing.kernels import Price
 
 
@@ -190,22 +191,23 @@ class KernelPrices:
     def __init__(self, hardware: Hardware, switches: Switches):
         self.hardware, self._switches = hardware, switches
         self._devices = {1.0: hardware}  # by clock
-        self._known: dict[tuple[Cost, float, float], Price] = {}
+        self._known: dict[tuple[Cost, float, float, NamedKernel], Price] = {}
 
-    def __call__(self, cost: Cost, cached: float, clock: float) -> Price:
-        """`cached`: how many of its bytes the cache holds; `clock`: a share of that of the device."""
-        key = cost, cached, clock
+    def __call__(self, cost: Cost, cached: float, clock: float, ran: NamedKernel = UNNAMED) -> Price:
+        """`cached`: how many of its bytes the cache holds; `clock`: a share of that of the device; `ran`: which of a
+        library's kernels it is."""
+        key = cost, cached, clock, ran
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._priced(*key)
         return known
 
-    def _priced(self, cost: Cost, cached: float, clock: float) -> Price:
+    def _priced(self, cost: Cost, cached: float, clock: float, ran: NamedKernel) -> Price:
         if self.hardware.is_cpu:
             return cpu.price(cost, self.hardware, self._switches)
         if clock not in self._devices:
             self._devices[clock] = self.hardware.at_clock(clock)
-        return kernels.price(cost, self._devices[clock], self._switches, cached)
+        return kernels.price(cost, self._devices[clock], self._switches, cached, ran)
 
 
 class LaunchPrices:
