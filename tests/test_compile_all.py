@@ -147,6 +147,32 @@ def test_a_step_with_a_closure_runs_eagerly_and_the_model_in_it_compiled() -> No
     assert ops[-1].graph is None
 
 
+class OfTwoFunctions(Optimizer):
+    """Two compiled functions and an eager op between them, as optimizers that shard their update have."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.scale = torch.compile(lambda weight, grad: weight.mul_(0.9).add_(grad))
+        self.shift = torch.compile(lambda weight: weight.sub_(0.1))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            self.scale(weight, weight.grad)
+            torch.sin(weight)
+            self.shift(weight)
+
+
+def test_what_an_optimizer_compiles_itself_belongs_to_its_step() -> None:
+    model = two_blocks()
+    optimizer = OfTwoFunctions(model.parameters())
+    ops, report = metered(lambda: [train(model, optimizer.step) for _ in range(3)])
+    compiled = [op for op in ops if op.graph is not None]
+    assert len(compiled) == 3 * 2 * len(list(model.parameters()))
+    assert {op.phase for op in compiled} == {"optimizer"}
+    assert "3 steps of an optimizer" in str(report)
+
+
 def test_an_optimizer_that_torch_refuses_runs_eagerly_with_a_note() -> None:
     """torch marks LBFGS and SparseAdam as not to be compiled (TorchPatcher in torch/_dynamo/eval_frame.py)."""
     with torch.device("meta"):

@@ -21,6 +21,7 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import Shard
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 from watched_scheduler import watched_scheduler
@@ -425,6 +426,19 @@ def test_a_graph_break_names_file_line_and_reason() -> None:
     assert [len(graph.kernels) for graph in report.graphs] == [1, 1]
     assert f"graph break at {__file__}:{found.line}" in str(report)
     assert "graph breaks: 1" in report.explain_compile()
+
+
+def test_what_is_no_tensor_comes_out_of_a_compiled_graph_as_it_went_in() -> None:
+    """A placement of DTensor that a function makes before a graph break, as torch compiles it since 2.13."""
+
+    def broken(x: Tensor) -> tuple[Tensor, list[Any]]:
+        made = [Shard(x.ndim - 1), None, x.ndim]
+        torch._dynamo.graph_break()
+        return x + 1, made
+
+    made: list[Any] = []
+    metered(lambda: made.extend(torch.compile(broken)(meta(2, 3))[1]))
+    assert made == [Shard(1), None, 2]
 
 
 def test_another_shape_compiles_again_and_a_third_does_not() -> None:

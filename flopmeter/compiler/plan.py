@@ -55,6 +55,12 @@ class Placed(NamedTuple):
         return TensorSpec(self.shape, self.stride, self.dtype, storage, self.offset, self.device)
 
 
+class Constant(NamedTuple):
+    """A result that is no tensor, the same in each call with these sizes."""
+
+    value: object
+
+
 class Made(NamedTuple):
     """The buffers of results: new ones, and those in the memory of a buffer that the step reads for the last time."""
 
@@ -95,7 +101,7 @@ class PlanStep(NamedTuple):
 class Plan(NamedTuple):
     inputs: tuple[str, ...]
     steps: tuple[PlanStep, ...]
-    outputs: tuple[Placed | str | int | None, ...]  # a name: an input that is no tensor, such as a process group
+    outputs: tuple[Placed | str | Constant, ...]  # a name: an input that is no tensor, such as a process group
     known: KnownInGraph
     masks: flex.Masks
 
@@ -429,12 +435,13 @@ class _Planner:
         offset = self._sizes(tensor.storage_offset())
         return Placed(name, shape, stride, offset, tensor.dtype, _device(tensor.device))
 
-    def _output(self, ir: Any) -> Placed | str | int | None:
-        if isinstance(ir, self._ir.NoneAsConstantBuffer):
-            return None
+    def _output(self, ir: Any) -> Placed | str | Constant:
         if isinstance(ir, self._ir.ShapeAsConstantBuffer):
-            return self._sizes(ir.expr)
-        return self._laid(ir) or (ir.get_name() if ir.get_name() in self._graph.graph_inputs else None)
+            return Constant(self._sizes(ir.expr))
+        if isinstance(ir, self._ir.NoneAsConstantBuffer):
+            return Constant(None)
+        is_input = ir.get_name() in self._graph.graph_inputs
+        return self._laid(ir) or (ir.get_name() if is_input else Constant(ir.value))
 
     def _source_of(self, part: Any) -> str:
         """The name of the op that made a result, or a result in a list of results."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from flopmeter.compiler.known import Held, groups_in
 from flopmeter.compiler.lowering import Lowered
 from flopmeter.compiler.origins import origin_of
-from flopmeter.compiler.plan import Placed, Plan, PlanStep, plan_of
+from flopmeter.compiler.plan import Constant, Placed, Plan, PlanStep, plan_of
 from flopmeter.compiler.pricing import uncounted_in
 from flopmeter.compiler.regions import Sizes
 from flopmeter.records import Call, CompiledGraph, CompiledKernel, FlexBody, Phase
@@ -161,6 +161,8 @@ class Replay:
     def _phase(self, plan: Plan) -> Phase:
         if self._graph.part == "backward":
             return "backward"
+        if self._recorder.is_in_step():
+            return "optimizer"
         sources = [origin.source or "" for kernel in plan.kernels for origin in kernel.origins]
         is_step = sources and all(_OPTIMIZERS in source for source in sources)
         return "optimizer" if is_step else "forward"
@@ -188,12 +190,10 @@ def _scratch() -> Tensor:
         return torch.empty(0, device="meta")
 
 
-def _result(output: Placed | str | int | None, held: dict[str, Tensor]) -> Any:
-    if isinstance(output, str):
-        return held[output]
-    if not isinstance(output, Placed):
-        return output
-    return _laid_out(output, held[output.buffer])
+def _result(output: Placed | str | Constant, held: dict[str, Tensor]) -> Any:
+    if isinstance(output, Constant):
+        return output.value
+    return held[output] if isinstance(output, str) else _laid_out(output, held[output.buffer])
 
 
 def _laid_out(output: Placed, tensor: Tensor) -> Tensor:

@@ -88,5 +88,6 @@ def _inputs(trace: Trace) -> list[str]:
 
 
 def _steps(trace: Trace) -> int:
-    phases = [op.phase for op in trace.ops]
-    return sum(now == "optimizer" and before != "optimizer" for before, now in zip(["", *phases], phases, strict=False))
+    """Each after a backward pass: what runs between two updates of one step is not another step."""
+    phases = [op.phase for op in trace.ops if op.phase in ("backward", "optimizer")]
+    return sum(now == "optimizer" != before for before, now in zip(["", *phases], phases, strict=False))

@@ -43,10 +43,14 @@ class Attribution:
         """Recording ends, perhaps inside of a step."""
         self._steps.clear()
 
+    def is_in_step(self) -> bool:
+        """Whether an optimizer makes its step now, outside of any module that its closure calls."""
+        return bool(self._steps) and self._steps[-1] == graph_task() and not self._modules.path
+
     def phase_and_module(self) -> tuple[Phase, str]:
         """The phase, and the path of the module that the op belongs to."""
         task = graph_task()
-        if self._steps and self._steps[-1] == task and not self._modules.path:
+        if self.is_in_step():
             return "optimizer", ""
         if task == -1:
             return "forward", self._modules.path

@@ -198,6 +198,10 @@ class Recorder(TorchDispatchMode):
         if self._on_new_call is not None:
             self._on_new_call(call)
 
+    def is_in_step(self) -> bool:
+        """Whether an optimizer makes its step now."""
+        return self._attribution.is_in_step()
+
     def number_of(self, tensor: Tensor) -> int:
         """The number in the trace of the tensor's storage, while the recorder is on."""
         return self._number(tensor, BEFORE, [])
