@@ -28,7 +28,7 @@ from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.known_values.routing import Routing
 from flopmeter.launch import grouped_matmul as grouped
 from flopmeter.launch.fusion import NOTE, whole_program
-from flopmeter.launch.modes import Mode, compiled_region, launches, mode_called, mode_of
+from flopmeter.launch.modes import Mode, Widened, compiled_region, launches, mode_called, mode_of
 from flopmeter.launch.scaled_matmul import check_scales
 from flopmeter.launch.templates import with_templates
 from flopmeter.records import Call, Clocks, Kernel, Launches, LaunchMode, Trace
@@ -89,11 +89,11 @@ class _PricedInstead(NamedTuple):
 
     trace: Trace | None = None  # a changed one, as advice makes
     kernels: list[Kernel] | None = None  # in place of those of the eager run, one for one
-    is_one_graph: bool = False  # all that the program compiles is one region
+    widened: Widened = "as marked"  # what is compiled
 
     @property
     def is_none(self) -> bool:
-        return self.trace is None and self.kernels is None and not self.is_one_graph
+        return self == _PricedInstead()
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,13 @@ class _Run:
             return run._replace(mode=mode), trace
         trace = change.trace or self.trace
         kernels = self.kernels if change.kernels is None else change.kernels
-        region = whole_program if change.is_one_graph else compiled_region(trace.ops)
+        region = compiled_region(trace.ops, change.widened)
         has_templates = mode.fuses and region is whole_program and bool(trace.templates)
         if has_templates:
             trace = with_templates(trace)
         if has_templates or change.trace is not None:
             kernels = self.kernels_of(trace, self.known.costs)
-        run = launches(kernels, trace, mode, region, is_one_graph=change.is_one_graph)
+        run = launches(kernels, trace, mode, region, widened=change.widened)
         run = run._replace(repeats=self.repeats and not trace.stream_use.host_waits)
         if change.is_none:
             self.known.launched[mode.has_graphs, mode.fuses] = run, trace

@@ -173,6 +173,33 @@ def many_graphs(is_mended: bool) -> Run:
     return torch.no_grad()(run)
 
 
+class NormWrittenOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * self.weight
+
+
+def compiled_in_part(is_mended: bool) -> Run:
+    """As where only attention is compiled, for flex_attention, and all else is eager."""
+    with torch.device("meta"):
+        norms = [NormWrittenOut().to(HALF) for _ in range(6)]
+        layers = [nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Linear(2048, 1024)).to(HALF).eval() for _ in norms]
+        x = torch.empty(8192, 1024, dtype=HALF)
+    parts = [layer if is_mended else torch.compile(layer.forward) for layer in layers]
+
+    def run(y):
+        for norm, part in zip(norms, parts, strict=True):
+            y = y + part(norm(y))
+        return y
+
+    whole = torch.compile(run) if is_mended else run
+    return torch.no_grad()(lambda: whole(x))
+
+
 def attention_in_fp32(is_mended: bool) -> Run:
     with torch.device("meta"):
         qkv = nn.Linear(1024, 3072, dtype=HALF)
@@ -363,5 +390,6 @@ FAULTS = {
     "a tensor of the host in forward": Fault(
         host_tensor_in_forward, "the tensor made on the device, or moved there once"
     ),
+    "compiled in part": Fault(compiled_in_part, "torch.compile on these, too", mode="compiled"),
     "compile with breaks": Fault(many_graphs, "compile it as one", mode="compiled"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from itertools import count
 from typing import Literal
 
@@ -29,6 +29,10 @@ GRAPH_NODE_SECONDS = 1.2e-6
 
 Mode = Literal["eager", "compiled", "cudagraph", "eager-cudagraph"]
 """What callers write: the keys of `MODES`."""
+
+Widened = Literal["as marked", "one graph", "the rest too"]
+"""What is compiled of a program that calls torch.compile: what it marks; this as one graph; or the other ops, too, but
+the optimizer's."""
 
 ALL_MODES = (
     LaunchMode("eager", "eager", "", has_graphs=False, fuses=False, replays_graph=False),
@@ -72,11 +76,15 @@ def modes_beyond(name: str) -> list[LaunchMode]:
     return sorted(more, key=lambda mode: mode.fuses + mode.replays_graph)
 
 
-def compiled_region(ops: Iterable[Op]) -> CompiledRegion:
+def compiled_region(ops: Iterable[Op], widened: Widened = "as marked") -> CompiledRegion:
     """What counts as compiled: what runs under torch.compile, or the whole program if it does not use that."""
-    if any(op.region is not None for op in ops):
-        return lambda op: op.region
-    return whole_program
+    if widened == "one graph" or all(op.region is None for op in ops):
+        return whole_program
+    return _with_the_rest if widened == "the rest too" else lambda op: op.region
+
+
+def _with_the_rest(op: Op) -> Hashable | None:
+    return whole_program(op) if op.region is None else op.region
 
 
 def mode_of(trace: Trace) -> Mode:
@@ -97,15 +105,15 @@ def launches(
     mode: LaunchMode,
     region: CompiledRegion = whole_program,
     *,
-    is_one_graph: bool = False,
+    widened: Widened = "as marked",
 ) -> Launches:
     """The kernels of a trace as the mode launches them. `region` marks what is compiled or captured by the rules; what
-    the compiler compiled keeps its kernels. `is_one_graph`: consecutive calls of compiled graphs are merged.
+    the compiler compiled keeps its kernels, and as one graph its consecutive calls are merged.
 
     Raises ValueError where the mode is an eager one and the program ran compiled.
     """
     if trace.compilation.graphs:
-        return _as_compiled(kernels, trace, mode, is_one_graph=is_one_graph)
+        return _as_compiled(kernels, trace, mode, widened)
     if not mode.has_graphs:
         return Launches(kernels, [None] * len(kernels), mode, assign_streams(kernels, trace))
     made, lives = fuse(kernels, trace, region=region) if mode.fuses else (kernels, None)
@@ -127,7 +135,7 @@ def _launched(made: list[Kernel], graphs: list[int | None], mode: LaunchMode, tr
     return Launches(made, numbers, mode, placements, captured, tensors_of(made, numbers) if mode.fuses else None)
 
 
-def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_one_graph: bool) -> Launches:
+def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, widened: Widened) -> Launches:
     """Inductor's kernels are its own; functions that it could not compile are fused by the rules. A graph that the
     program captured replays what it captured."""
     if not mode.fuses:
@@ -135,13 +143,14 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_on
             f"the program compiled itself, so its {mode.name} run was not metered: meter it with "
             "FlopMeter(compile='rules'), which runs compiled functions eagerly and fuses them by rules"
         )
-    by_rules: CompiledRegion = lambda op: None if op.is_replayed else op.region  # noqa: E731
+    marked: CompiledRegion = _with_the_rest if widened == "the rest too" else lambda op: op.region
+    by_rules: CompiledRegion = lambda op: None if op.is_replayed or op.graph is not None else marked(op)  # noqa: E731
     made, lives = fuse(kernels, trace, region=by_rules)
     known: dict[Cost, Cost] = {}
     made = [kernel if kernel.op.graph is None else kernel._replace(cost=padded(kernel, known)) for kernel in made]
     numbers = graphs_of(made, by_rules)
     first = 1 + max((number for number in numbers if number is not None), default=-1)
-    call_of = _calls_joined(made) if is_one_graph else {}
+    call_of = _calls_joined(made) if widened == "one graph" else {}
     graphs = [
         number if kernel.op.graph is None else first + call_of.get(kernel.op.graph, kernel.op.graph)
         for kernel, number in zip(made, numbers, strict=True)

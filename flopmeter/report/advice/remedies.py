@@ -17,7 +17,8 @@ import torch
 from flopmeter.costs.data_movement.communication import message_peers
 from flopmeter.costs.host_work import runs_on
 from flopmeter.device.hardware import Hardware, HardwareError, Unit
-from flopmeter.launch.modes import modes_beyond
+from flopmeter.launch.fusion import whole_program
+from flopmeter.launch.modes import Widened, modes_beyond
 from flopmeter.records import Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.autocast import autocast
@@ -56,10 +57,10 @@ def remedy(function: Remedy) -> Remedy:
 
 
 def priced(
-    report: Report, trace: Trace | None = None, mode: str | None = None, *, is_one_graph: bool = False
+    report: Report, trace: Trace | None = None, mode: str | None = None, *, widened: Widened = "as marked"
 ) -> Report:
     assert report.in_mode is not None  # else nobody asks for advice
-    return report.in_mode(mode or report.mode, trace=trace, is_one_graph=is_one_graph)
+    return report.in_mode(mode or report.mode, trace=trace, widened=widened)
 
 
 def trace_of(report: Report) -> Trace:
@@ -142,7 +143,7 @@ def one_graph(report: Report) -> Iterator[Proposal]:
     is_marked = bool(report.graphs) or regions != {None}
     if not report.launches.mode.fuses or not is_marked or report.cluster is not None:
         return
-    then = priced(report, is_one_graph=True)
+    then = priced(report, widened="one graph")
     if len({graph for graph in then.launches.graphs if graph is not None}) >= len(graphs):
         return
     why = f"{len(graphs)} calls of compiled graphs, each with its checks, and nothing fuses across their ends"
@@ -153,6 +154,22 @@ def one_graph(report: Report) -> Iterator[Proposal]:
         else "torch.compile(model, fullgraph=True) names what breaks it"
     )
     yield Proposal(all_kernels(report), everything, why, f"compile it as one: {how}", then)
+
+
+@remedy
+def the_rest_eagerly(report: Report) -> Iterator[Proposal]:
+    """The program compiles parts of its model, as code with flex_attention does, and runs the others eagerly."""
+    eager = {
+        id(kernel.op)
+        for kernel, graph in zip(report.kernels, report.launches.graphs, strict=True)
+        if graph is None and whole_program(kernel.op) is not None
+    }
+    if not report.launches.mode.fuses or not eager or all(kernel.op.graph is None for kernel in report.kernels):
+        return
+    then = priced(report, widened="the rest too")
+    why = "they run eagerly beside what is compiled, and each op's result goes to memory and back"
+    what = counted(len(eager), "kernel")
+    yield Proposal(what, lambda kernel: id(kernel.op) in eager, why, "torch.compile on these, too", then)
 
 
 @remedy
