@@ -566,6 +566,23 @@ def test_the_switch_that_keeps_products_from_tf32_is_named(switch):
     assert named[switch] in remedies
 
 
+def test_products_that_run_in_tf32_are_not_among_those_that_could():
+    """torch lets cuDNN round to TF32 and cuBLAS not, unless a program says otherwise."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(256, 256, 3), nn.Flatten(2), nn.Linear(3844, 3844))
+        x = torch.empty(32, 256, 64, 64)
+    with FlopMeter("a100-sxm4-80gb") as meter, torch.no_grad():
+        model(x)
+    report = meter.report()
+    (advice,) = (each for each in report.advice if each.remedy.startswith("TF32"))
+    (product,) = (
+        timing.seconds
+        for kernel, timing in zip(report.kernels, report.timings, strict=True)
+        if kernel.cost.macs and "conv" not in kernel.cost.name
+    )
+    assert advice.seconds_now == pytest.approx(product)
+
+
 def test_a_larger_batch_comes_after_faults():
     """It makes a dense gradient cheaper for each sample, which is no reason to keep it."""
     remedies = [each.remedy for each in FAULTS["dense gradient of a table"].report(is_mended=False).advice]

@@ -298,13 +298,13 @@ def _without_waiting(op: Op) -> Op:
 def tf32(report: Report) -> Iterator[Proposal]:
     """fp32 products that matrix units could run."""
     device, switches = report.hardware, report.switches
-    if report.main_dtype != "fp32" or "tf32" not in device.matrix_tflop_per_s:
+    if report.main_dtype not in ("fp32", "tf32") or "tf32" not in device.matrix_tflop_per_s:
         return
     asked = ["torch.set_float32_matmul_precision('high')"] * (not switches.matmul_tf32)
     asked += ["torch.backends.cudnn.allow_tf32 = True"] * (not switches.cudnn_tf32)
     trace = dataclasses.replace(trace_of(report), switches=switches._replace(matmul_tf32=True, cudnn_tf32=True))
     yield Proposal(
-        "fp32 products", lambda kernel: kernel.cost.macs > 0 and kernel.cost.dtype == "fp32",
+        "fp32 products", lambda kernel: kernel.cost.macs > 0 and switches.matmul_dtype(kernel.cost) == "fp32",
         "fp32 products run on vector units", f"TF32: {' and '.join(asked)}", priced(report, trace),
     )  # fmt: skip
 
