@@ -115,6 +115,7 @@ def calls_by_op() -> dict[str, tuple[Call, ...]]:
 # --- programs, metered
 
 MANY_DEVICES = (*DEVICES, "t4", "l40s", "rtx-5090", "b200-sxm-180gb", "mi300x", "h200-sxm-141gb")
+OF_ALL_KINDS = ("v100-sxm2-16gb", "t4", "a100-sxm4-80gb", "rtx-4090", "h100-sxm5-80gb", "b200-sxm-180gb", "mi300x")
 IN_THE_ORDER_OF_A_SET = ("meshgrid.variadic_tensors", "meshgrid.list_of_tensors")  # are their samples
 WITHOUT_OPS = ("op_db broadcast_shapes", "Muon, plain")  # nothing to report; Muon refuses the vectors
 SAMPLED = (torch.float32, torch.complex64, torch.int64)
@@ -215,7 +216,7 @@ def samples_of(entry: Any, meter: FlopMeter) -> None:
         for dtype in (each for each in SAMPLED if each in entry.dtypes):
             wants_gradient = entry.supports_autograd and dtype != torch.int64
             samples = list(inputs_of(entry, dtype, requires_grad=wants_gradient))
-            for sample in samples[:: max(1, len(samples) // 8)]:
+            for sample in samples[:: max(1, len(samples) // 4)]:
                 with contextlib.suppress(Exception):
                     moved = sample.transform(moved_to_meta)
                     forward_and_backward(functools.partial(entry, moved.input, *moved.args, **moved.kwargs))
@@ -345,11 +346,11 @@ ON_EACH_DEVICE: dict[str, Run] = {
 
 
 def _models() -> Iterator[tuple[str, str, Run]]:
-    devices = iter(DEVICES * 10)
+    devices, dtypes = iter(DEVICES * 10), itertools.cycle((torch.float16, torch.float32))
     for name in ("encoder-layer", "bert-base", "gpt2-124m", "resnet-50", "vit-b-16", "convnext-t", "unet-small"):
-        for dtype in (torch.float32, torch.float16):
-            run = functools.partial(trained_model, name, dtype, 8)
-            yield f"{name}, training, {str(dtype).removeprefix('torch.')}", next(devices), run
+        dtype = next(dtypes)
+        run = functools.partial(trained_model, name, dtype, 8)
+        yield f"{name}, training, {str(dtype).removeprefix('torch.')}", next(devices), run
         for batch in (1, 64):
             yield f"{name}, inference of {batch}", next(devices), functools.partial(inference, name, batch)
 
@@ -363,7 +364,7 @@ def programs() -> dict[str, tuple[str, Run]]:
         found[f"case {name}"] = device, functools.partial(recorded_case, name)
     for name in distributed_programs.PROGRAMS:
         found[f"{name} on 4"] = "h100-sxm5-80gb", functools.partial(on_ranks, name, 4)
-    for (name, run), device in itertools.product(ON_EACH_DEVICE.items(), MANY_DEVICES):
+    for (name, run), device in itertools.product(ON_EACH_DEVICE.items(), OF_ALL_KINDS):
         found[f"{name} on {device}"] = device, run
     for device in ("a100-sxm4-80gb", "h100-sxm5-80gb", "b200-sxm-180gb"):
         found[f"collectives of 32 on {device}"] = device, functools.partial(collectives_of_all_sizes, 32)
