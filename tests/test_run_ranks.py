@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import flopmeter
@@ -44,6 +46,21 @@ def test_fsdp2_without_a_mesh_shards_over_all_gpus():
         model(torch.zeros(2, 8, device="cuda"))
     collectives = [kernel.cost.collective for kernel in device.report().step.kernels if kernel.cost.collective]
     assert [(each.kind, each.nbytes, each.ranks) for each in collectives] == [("all_gather", 4 * 8 * 4, (0, 1, 2, 3))]
+
+
+def test_a_mesh_says_that_it_is_of_gpus():
+    """Programs make tensors on the device that their mesh names."""
+    with flopmeter.cuda(A100, gpus=4) as device:
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("outer", "inner"))
+        assert (mesh.device_type, mesh["inner"].device_type) == ("cuda", "cuda")
+        assert init_device_mesh("cpu", (4,)).device_type == "cpu"
+        model = fully_shard(nn.Linear(8, 4, bias=False, device=mesh.device_type), mesh=mesh)
+        model(torch.zeros(2, 8, device=mesh.device_type))
+        sharded = distribute_tensor(torch.zeros(4, 4), mesh["inner"], [Shard(0)])
+        assert sharded.device == torch.device("cuda", 0)
+        assert sharded.to_local().shape == (2, 4)
+    kinds = [kernel.cost.collective.kind for kernel in device.report().step.kernels if kernel.cost.collective]
+    assert kinds == ["all_gather"]
 
 
 @pytest.mark.parametrize(("every", "is_told"), [(1, False), (2, True)])

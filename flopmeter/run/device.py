@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
@@ -62,6 +63,7 @@ def _true(own: Callable[..., Any]) -> Callable[..., Any]:
 
 _true_device, _true_get_device = _true(_tensor.device.__get__), _true(_tensor.get_device)
 _true_is_meta, _true_is_cuda = _true(_tensor.is_meta.__get__), _true(_tensor.is_cuda.__get__)
+_true_mesh_type: Any = DeviceMesh.__dict__["device_type"].__get__
 _true_data, _set_true_data = _true(_tensor.data.__get__), _true(_tensor.data.__set__)
 
 
@@ -127,6 +129,7 @@ class NamedCuda:
         yield Patch(Tensor, "_make_wrapper_subclass", self._wrapping(), takes)
         yield Patch(torch, "Generator", generator_type(self), takes)
         yield Patch(torch, "device", device_type(), "an index alone is one of the accelerator's: cuda")
+        yield Patch(DeviceMesh, "device_type", property(self._mesh_type), "a mesh of GPUs says so")
         yield from DefaultType().patches()
         yield Patch(torch.nn.DataParallel, "scatter", self._scatter(), "DataParallel on one GPU")
         context = torch_device.DeviceContext
@@ -151,6 +154,10 @@ class NamedCuda:
 
     def _is_meta(self, tensor: Tensor) -> bool:
         return _true_is_meta(tensor) and (_asked_from_below() or not self.holds(tensor))
+
+    def _mesh_type(self, mesh: DeviceMesh) -> str:
+        kind: str = _true_mesh_type(mesh)
+        return "cuda" if kind == "meta" and not _asked_from_below() else kind
 
     def _data_ptr(self, original: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
         """A number in place of the address, which is 0 on meta: equal where two tensors begin at the same element."""

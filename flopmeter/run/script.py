@@ -240,6 +240,8 @@ def _about_import(error: ImportError, script: Script) -> str:
         return f"install it in the environment that runs flopmeter (pip install {package})"
     if isinstance(error, ModuleNotFoundError) and name == error.name:
         return f"{name} is in this folder, not in the script's: PYTHONPATH=. flopmeter run ..., or run it with -m"
+    if name in sys.stdlib_module_names:
+        return f"it comes with a newer Python than this one ({sys.version_info.major}.{sys.version_info.minor})"
     if name == "torch":
         return "the script wants another torch than this one: change that import as torch's release notes say"
     if "shared object" in str(error) or "undefined symbol" in str(error):
