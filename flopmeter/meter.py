@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from flopmeter.as_cuda import CudaTarget, Emulation, dynamo, emulate_cuda
 from flopmeter.compiler import AroundTracing, Exports, OnCompiledCall, PosedDevice, Session, nothing_around
 from flopmeter.costs import CallCosts, costs_of, kernels_of
+from flopmeter.costs.contractions.linalg import chain_notes
 from flopmeter.costs.contractions.quantized import group_assumptions
 from flopmeter.costs.contractions.varlen import packed_assumptions
 from flopmeter.costs.data_movement.communication import message_notes
@@ -385,6 +386,7 @@ class FlopMeter:
         cluster = cluster_of(device, cluster) if is_spread else None
         uncounted = (*uncounted_notes(kernels), *uncounted_implementations(kernels))
         notes = (*self._notes(device), *uncounted, *message_notes(kernels, running), *host_work_notes(trace))
+        notes += tuple(chain_notes(kernels))
         host, ran = self._host or device.host, ran_of(trace, device)
         assumed = (
             *in_words(self.assumed), *packed_assumptions(kernels), *group_assumptions(kernels),

@@ -286,8 +286,8 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
     first, others = _latencies(work, hardware, cached_share)
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)
     starts = (work.kernels - 1) * (hardware.kernel_floor_seconds + access_seconds(0.0, hardware))
-    seconds = first + overlap(together, others, constants.VECTOR_OVERLAP) + starts + steps.last_seconds
-    own = Busy(compute - combining, max(memory, combining) + steps.last_seconds, seconds)
+    seconds = first + overlap(together, others, constants.VECTOR_OVERLAP) + steps.last_seconds
+    own = Busy(compute - combining, max(memory, combining) + steps.last_seconds, seconds, starts)
     return Busy(*(sum(column) for column in zip(own, *further, strict=True)))
 
 

@@ -128,9 +128,11 @@ def _why(group: list[Timed], report: Report) -> str:
         return "nothing computes while it communicates"
     if waits + for_link > over / 2:
         return WAITS if waits > for_link or report.cluster is None else WAITS_FOR_LINK
-    if ramps > over / 2:
-        return "too small: launch and drain take longer than the work"
     kernel, timing = _furthest_above(group, report)
+    if ramps > over / 2:
+        starts = kernel.cost.work.kernels if isinstance(kernel.cost.work, VectorWork) else 1
+        chain = f"{starts:,} kernels one after another, which take longer to start than to work"
+        return chain if starts > 1 else "too small: launch and drain take longer than the work"
     return (_of_products if kernel.cost.macs else _of_bytes)(kernel.cost, timing, report)
 
 

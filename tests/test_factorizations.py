@@ -1,0 +1,76 @@
+"""Factorizations wait for themselves: a column needs what the columns before it have become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from flopmeter import FlopMeter, Report
+
+H100 = "h100-sxm5-80gb"
+
+
+def metered(run: Callable[[], object], hardware: str = H100) -> Report:
+    with torch.inference_mode(), FlopMeter(hardware) as meter:
+        run()
+    return meter.report()
+
+
+def square(*batch: int, size: int = 1024) -> Tensor:
+    return torch.empty(*batch, size, size, device="meta")
+
+
+# By LAPACK's own loops. A reflector: the norm and the scaling of larfg, gemv and ger of larf; geqr2 makes one for each
+# column, org2r applies them in turn. getf2: a pivot, then scaling and update. potrf: 16 blocks of 64, each factored,
+# solved with and taken off the rest. latrd has seven matrix-vector products a column and four calls on vectors.
+@pytest.mark.parametrize(
+    ("run", "kernels"),
+    [
+        (lambda: torch.linalg.qr(square()), 8 * 1024),
+        (lambda: torch.linalg.qr(square(), mode="r"), 4 * 1024),
+        (lambda: torch.linalg.qr(torch.empty(4096, 128, device="meta")), 8 * 128),
+        (lambda: torch.linalg.eigh(square()), 11 * 1024),
+        (lambda: torch.linalg.lu_factor_ex(square()), 2 * 1024),
+        (lambda: torch.linalg.cholesky_ex(square()), 3 * 16),
+        (lambda: torch.linalg.solve_triangular(square(), square(), upper=True), 2 * 16),
+        (lambda: torch.linalg.solve_ex(square(), square()), 2 * 1024 + 4 * 16),
+        (lambda: torch.linalg.eigh(square(6, size=100)), 6 * 11 * 100),
+        (lambda: torch.linalg.eigh(square(6, size=32)), 11 * 32),
+        (lambda: torch.linalg.lu_factor_ex(square(6, size=100)), 2 * 100),
+    ],
+)
+def test_as_many_kernels_wait_for_each_other_as_lapack_makes_calls(run: Callable[[], object], kernels: int) -> None:
+    """Matrices of a batch one after another where torch loops over them (QR, symmetric eigenvalues), together where it
+    calls a batched routine."""
+    report = metered(run)
+    told = [note for note in report.notes if note.startswith(f"factorizations and solves: {kernels:,} kernels")]
+    assert len(told) == 1
+    assert report.seconds > kernels * 1.3e-6, "what a kernel of an H100 takes to start and end"
+
+
+def test_a_taller_matrix_has_as_long_a_chain_and_a_wider_one_a_longer_one() -> None:
+    base, taller, wider = (
+        metered(lambda rows=rows, columns=columns: torch.linalg.qr(torch.empty(rows, columns, device="meta"), mode="r"))
+        for rows, columns in ((2048, 256), (4096, 256), (2048, 512))
+    )
+    assert taller.seconds < 1.1 * base.seconds
+    assert wider.seconds == pytest.approx(2 * base.seconds, rel=0.1)
+
+
+def test_many_small_matrices_take_as_long_as_one_after_another() -> None:
+    one, many = (metered(lambda n=n: torch.linalg.eigh(square(n, size=100))).kernel_seconds for n in (1, 500))
+    assert many == pytest.approx(500 * one, rel=0.05)
+
+
+@pytest.mark.parametrize("run", [lambda: square() @ square(), lambda: torch.fft.fft(square())])
+def test_products_and_transforms_wait_for_nothing(run: Callable[[], object]) -> None:
+    assert not any("one after another" in note for note in metered(run).notes)
+
+
+def test_a_report_says_that_the_chain_is_what_takes_long() -> None:
+    report = metered(lambda: torch.linalg.qr(square()))
+    assert report.regime == "overhead"
+    assert "8,192 kernels one after another, which take longer to start than to work" in str(report)
