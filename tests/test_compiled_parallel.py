@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, randn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flopmeter
@@ -117,3 +118,27 @@ def test_torchtitans_pattern_has_the_products_and_the_collectives_counted_by_han
     assert kinds.count("all_gather") == 2 * BLOCKS + 1
     assert kinds.count("reduce_scatter") == BLOCKS + 1
     assert not [note for note in step.notes if note.startswith("not compiled")]
+
+
+def test_random_numbers_of_dtensor_break_a_compiled_function_where_torch_breaks_it_and_nowhere_else():
+    """Before torch 2.15 it breaks where the numbers become a DTensor; nothing of flopmeter's own may be a reason."""
+    torch._dynamo.reset()
+    counters["graph_break"].clear()
+    with flopmeter.cuda("h100-sxm5-80gb", gpus=2, steps=3):
+        dist.init_process_group("nccl")
+        mesh = init_device_mesh("cuda", (2,))
+        made = torch.compile(lambda: randn(8, 8, device_mesh=mesh, placements=[Replicate()]).to_local() * 2)
+        for _ in range(3):
+            nn.Linear(8, 8, device="cuda")(made())
+        reasons = list(counters["graph_break"])
+    assert [reason for reason in reasons if "proxy" not in reason] == []
+
+
+def test_a_class_of_ops_that_take_no_time_is_bound_by_nothing():
+    """DDP of one GPU: its collectives are there, and none runs."""
+    with flopmeter.cuda("h100-sxm5-80gb", gpus=1) as device:
+        dist.init_process_group("nccl")
+        model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64).cuda())
+        model(torch.zeros(8, 64, device="cuda")).sum().backward()
+    (line,) = (line for line in str(device.report().step).splitlines() if line.startswith("communication"))
+    assert line.split()[-1] == "–"

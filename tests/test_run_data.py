@@ -59,6 +59,33 @@ while True:
 """
 
 
+FINDS_FILES = """
+import glob, torch
+class Images(torch.utils.data.Dataset):
+    def __init__(self):
+        self.files = glob.glob("nowhere/*.png")
+    def __len__(self):
+        return len(self.files)
+    def __getitem__(self, index): ...
+for x, y in torch.utils.data.DataLoader(Images(), batch_size=16, shuffle=True):
+    print(tuple(x.shape), y.dtype)
+    torch.nn.Linear(64, 10).cuda()(x.cuda().view(-1, 64))
+    break
+"""
+
+
+def test_samples_stand_in_for_a_data_set_that_found_no_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(FINDS_FILES)
+    assert main(["run", "train.py"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("the data set is empty: the script needs its data, or --synthetic")
+    assert main(["run", "--synthetic", "1x8x8,:10", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("(16, 1, 8, 8) torch.int64\n")
+    assert "synthetic samples 1x8x8,:10 stand in for Images, which is empty" in err
+
+
 def test_a_data_set_that_cannot_be_made_gives_samples_of_the_stated_shape(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(READS_FILES)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_sharded_data_parallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,9 +40,10 @@ def patches(*, has_host: bool) -> Iterator[Any]:
     if not has_host:
         yield mock.patch.object(CPUOffloadPolicy, "__init__", _refusal(_OFFLOADED.format("CPUOffloadPolicy")))
     # FSDP2 without a mesh shards over the accelerator that torch was built for, else over CPUs.
-    yield mock.patch.object(private.bindings, private.ACCELERATOR, return_value=_META)
-    # DTensor keeps the state of the generator of the device, whose values decide nothing here.
-    yield mock.patch.object(private.tensor_random, private.RNG_SUPPORTED, return_value=False)
+    yield mock.patch.object(private.bindings, private.ACCELERATOR, _accelerator)
+    # DTensor keeps the state of the generator of the device, whose values decide nothing here. Dynamo traces the call,
+    # and breaks a graph at a Mock.
+    yield mock.patch.object(private.tensor_random, private.RNG_SUPPORTED, _without_generator)
     yield mock.patch.object(private.tensor_random, private.RNG_TRACKER, _StatelessGenerator())
     yield from _of_fsdp1()
     # FSDP2 brings a model that was made on the CPU to the GPU.
@@ -59,6 +61,14 @@ def patches(*, has_host: bool) -> Iterator[Any]:
         yield mock.patch.object(module, "new_group", _of_any_backend(dist.new_group))
     yield mock.patch.object(dist, "get_backend", _backend_of_gpus)
     yield mock.patch.object(torch.cuda.nccl, "version", return_value=NCCL_VERSION)  # torch logs it with an error
+
+
+def _accelerator(*_: Any) -> torch.device:
+    return _META
+
+
+def _without_generator(_mesh: DeviceMesh) -> bool:
+    return False
 
 
 def init_patches() -> Iterator[Any]:

@@ -44,7 +44,7 @@ COLUMNS = (
     ReportColumn("", "FLOP/B", lambda row: row.intensity, ".1f", page_heading="FLOP/B", unit="1"),
     ReportColumn("", "TFLOP/s", lambda row: row.flop_per_s, ".1f", 1e12, "reached", "FLOP/s"),
     ReportColumn(
-        "regime", "bound by", lambda row: row.regime if row.calls else UNKNOWN, page_heading="bound by", unit="text"
+        "regime", "bound by", lambda row: row.regime if row.seconds else UNKNOWN, page_heading="bound by", unit="text"
     ),
 )  # fmt: skip
 IN_TEXT = tuple(column for column in COLUMNS if column.heading)

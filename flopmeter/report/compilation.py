@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from textwrap import shorten
 
 from tabulate import tabulate
 
@@ -12,6 +13,7 @@ from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.quantities import with_prefix
 from flopmeter.report.report import Report
 
+MOST_REASON = 200  # characters of why a function was compiled again
 LARGEST = 5  # kernels by the bytes that they move
 
 
@@ -32,7 +34,8 @@ def in_short(graphs: tuple[CompiledGraph, ...]) -> Iterator[str]:
         reason = each.reason.split(" Explanation:")[0].split(" Hint:")[0]
         yield f"graph break at {each.file}:{each.line}: {reason}"
     for graph in recompiled:
-        yield f"recompiled {graph.function}: {graph.recompiled_because}"
+        reason = (graph.recompiled_because or "").partition(" User stack trace")[0]
+        yield f"recompiled {graph.function}: {shorten(reason, MOST_REASON, placeholder=' ...')}"
 
 
 @draws(VIEWS, "compilation")

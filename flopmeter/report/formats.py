@@ -116,7 +116,7 @@ def small_print(report: Report) -> list[str]:
         f"multiply-add = 2 FLOP · attention counted {HOW_ATTENTION_COUNTS[report.causal]}"
         + ", with masked blocks, which do not run" * _counts_masked_blocks(report)
         + f" · TF32 is {'on' if switches.matmul_tf32 else 'off'} for fp32 matmuls,"
-        f" {'on' if switches.cudnn_tf32 else 'off'} for fp32 convolutions",
+        f" {'on' if switches.cudnn_tf32 else 'off'} for fp32 convolutions and RNNs",
         *in_short(report.graphs),
         "bound by: most of the row's device time; overhead is launch and drain of kernels too small for the device"
         + "; functions such as exp and erf are compute, each of many instructions" * _has_functions(report),

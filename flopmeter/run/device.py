@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
@@ -232,7 +233,7 @@ class NamedCuda:
                 real = self.real(device)
                 if real is not device:
                     return original(*args, **{**kwargs, "device": real})
-                if torch.device(device).type != "meta" or _asked_from_below():
+                if torch.device(device).type != "meta" or is_compiling() or _asked_from_below():
                     return original(*args, **kwargs)
             elif not _default_is_meta():
                 return original(*args, **kwargs)

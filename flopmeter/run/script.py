@@ -274,6 +274,8 @@ def _about_what_is_missing(error: BaseException) -> str | None:
         return "evaluate downloads each metric as a script: give its folder, or run where it was loaded once"
     if isinstance(error, FileNotFoundError) and "subprocess" in _modules_of(error):
         return f"the script starts {error.filename}, which is not installed here: install it"
+    if isinstance(error, ValueError) and "num_samples=0" in str(error):  # torch's RandomSampler
+        return "the data set is empty: the script needs its data, or --synthetic"
     asserts = _asserts_a_file(error)
     if not (asserts or isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION)):
         return None

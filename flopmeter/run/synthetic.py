@@ -222,9 +222,13 @@ class SyntheticData:
     def _len(self, original: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(original)
         def length(data: Any) -> int:
-            if self._stands_in(data):
-                return getattr(data, "flopmeter_length", SAMPLES)
-            return original(data)
+            if not self._stands_in(data):
+                found = original(data)
+                if found or not self._is_open or self._sample is None:
+                    return found
+                data.flopmeter_absent = True  # it looked for files, and took what it found
+                self._note(f"synthetic samples {self._sample.text} stand in for {type(data).__name__}, which is empty")
+            return getattr(data, "flopmeter_length", SAMPLES)
 
         return length
 
