@@ -371,11 +371,24 @@ def test_random_numbers_are_unknown():
     with metered():
         for made in (
             torch.randint(5, (3,), device="meta"),
-            torch.randperm(3, device="meta"),
             torch.zeros(3, dtype=torch.long, device="meta").random_(5),
             torch.bernoulli(torch.full((3,), 0.5, device="meta")),
         ):
             assert value(made) is None
+
+
+def test_a_permutation_hangs_on_no_data_so_any_stands_for_a_gpus():
+    torch.manual_seed(1)
+    here = torch.rand(3)
+    torch.manual_seed(1)
+    with metered():
+        first, second = (value(torch.randperm(50, device="meta")) for _ in range(2))
+        edges = torch.arange(50, device="meta")[torch.randperm(50, device="meta")]
+        kept = edges[edges < 20]
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert len(kept) == 20
+    assert torch.equal(torch.rand(3), here), "the program's own draws go on as on a machine with a GPU"
 
 
 def test_values_end_with_the_context():

@@ -55,6 +55,7 @@ class Knowledge:
         self.assume = assume
         self.values = Values()
         self._most_elements = MAX_ROUTED_ELEMENTS if assume.routing else MAX_ELEMENTS
+        self.generator = torch.Generator("cpu").manual_seed(0)
         self.on_new: Callable[[Tensor], object] = lambda tensor: None  # called for meta tensors made without an op
         # The calls that the last `run` made instead of the given one, as (func, args, kwargs); () if it made that one.
         self.ran: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = ()

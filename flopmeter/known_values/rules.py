@@ -78,6 +78,17 @@ def factory(known: Knowledge, call: Invocation) -> Any:
     return result
 
 
+def drawn(known: Knowledge, call: Invocation) -> Any:
+    """A permutation hangs on no data, so any is as good as a GPU's. It is drawn apart from the program's own numbers on
+    the CPU, which go on as if it were not."""
+    result = call.run()
+    if result.is_meta and known.is_small(result):
+        with no_modes():
+            kwargs = {**known.real(call.kwargs), "generator": known.generator}
+            known.set(result, call.func.overloadpacket(*known.real(call.args), **kwargs))
+    return result
+
+
 def view(known: Knowledge, call: Invocation) -> Any:
     """A view shares the storage of its base, so it shares the value. A view of a weight makes the value unknown."""
     known.knows_all(call.tensors)
@@ -215,6 +226,7 @@ SPECIAL: dict[OpOverload, Handler] = {
     aten.masked_fill_.Tensor: masked_fill,
     aten.histc.default: histogram,
     aten.resize_.default: forget_all,
+    **dict.fromkeys((aten.randperm.default, aten.randperm.generator), drawn),
     **dict.fromkeys(stand_ins.COMPARISONS, stand_ins.compared),
     **dict.fromkeys(GATHERS, index),
     **dict.fromkeys((aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default), index_put),
