@@ -441,6 +441,19 @@ def test_what_is_no_tensor_comes_out_of_a_compiled_graph_as_it_went_in() -> None
     assert made == [Shard(1), None, 2]
 
 
+def test_a_compiled_function_may_view_what_attention_returns_as_on_cuda() -> None:
+    """CUDA's kernels lay the result out as the query is, so that its heads lie side by side again."""
+
+    def attend(*qkv: Tensor) -> Tensor:
+        query, key, value = (each.transpose(1, 2) for each in qkv)
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).view(4, 97, 512)
+
+    qkv = [meta(4, 97, 8, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    runs = [metered(lambda run=run: run(*qkv).sum().backward())[1] for run in (attend, torch.compile(attend))]
+    eager, compiled = ([k.cost.name for k in report.kernels if k.cost.macs] for report in runs)
+    assert compiled == eager == ["_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"]
+
+
 def test_another_shape_compiles_again_and_a_third_does_not() -> None:
     double = torch.compile(lambda x: x * 2)
     _, report = metered(lambda: [double(meta(rows, 8)) for rows in (4, 6, 10)])

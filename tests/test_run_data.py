@@ -74,6 +74,20 @@ for x, y in torch.utils.data.DataLoader(Images(), batch_size=16, shuffle=True):
 """
 
 
+OPENS_FILES = FINDS_FILES.replace(
+    'glob.glob("nowhere/*.png")', '[f"nowhere/{number}.png" for number in range(100)]'
+).replace("index): ...", "index): return open(self.files[index]).read(), 0")
+
+
+def test_samples_stand_in_for_files_that_a_data_set_opens_one_by_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(OPENS_FILES)
+    assert main(["run", "--synthetic", "1x8x8,:10", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("(16, 1, 8, 8) torch.int64\n")
+    assert err.count("synthetic samples 1x8x8,:10 stand in for Images (FileNotFoundError") == 1
+
+
 def test_samples_stand_in_for_a_data_set_that_found_no_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(FINDS_FILES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from flopmeter import FlopMeter
@@ -73,3 +74,55 @@ def test_where_advice_leaves_an_op_out_the_others_keep_their_streams_and_their_w
     expected = {"relu": (side.number, []), "exp": (0, ["relu"])}
     assert placed(meter.trace) == {"sin": (0, []), **expected}
     assert placed(with_ops(meter.trace, [0])) == expected
+
+
+def step(x, weight):
+    for _ in range(8):
+        x = torch.tanh(x @ weight)
+    return x
+
+
+def on_side(program, before=lambda: None):
+    """The report of a program on a stream of its own, which waits for what ran before on the default one."""
+    with FlopMeter("h100-sxm5-80gb") as meter, torch.no_grad():
+        before()
+        side, event = MetaStream(), MetaEvent()
+        event.record()
+        side.wait_event(event)
+        with stream(side):
+            program()
+    return meter.report()
+
+
+def test_a_program_on_a_stream_of_its_own_is_told_the_same_as_on_the_default_one():
+    """As PyTorch's pages on CUDA graphs warm a program up."""
+    x, weight = torch.empty(8192, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
+    with FlopMeter("h100-sxm5-80gb") as meter, torch.no_grad():
+        step(x, weight)
+    plain, aside = meter.report(), on_side(lambda: step(x, weight))
+    assert aside.seconds == pytest.approx(plain.seconds)
+    assert aside.seconds_by_regime == pytest.approx(plain.seconds_by_regime)
+    told = [[each.remedy.partition(":")[0] for each in report.advice] for report in (plain, aside)]
+    assert told[0] == told[1]
+    assert plain.advice
+
+
+def test_the_device_is_idle_on_no_stream_while_one_of_them_computes():
+    """One after the other on two streams; each regime's share is that of both, and all sum up to the wall-clock."""
+    x, weight = torch.empty(8192, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
+    both = on_side(lambda: step(x, weight), before=lambda: step(x, weight))
+    alone = on_side(lambda: step(x, weight))
+    assert both.seconds == pytest.approx(2 * alone.seconds, rel=0.02)
+    assert both.idle_seconds < 0.02 * both.seconds
+    assert sum(both.seconds_by_regime.values()) == pytest.approx(both.seconds)
+    assert both.seconds_by_regime["compute"] == pytest.approx(2 * alone.seconds_by_regime["compute"], rel=0.02)
+
+
+def test_what_runs_beside_the_computing_stream_adds_nothing_to_the_wall_clock():
+    x, weight = torch.empty(8192, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
+    with FlopMeter("h100-sxm5-80gb") as meter, torch.no_grad():
+        with stream(MetaStream()):
+            x[:64] @ weight
+        step(x, weight)
+    report = meter.report()
+    assert sum(report.seconds_by_regime.values()) == pytest.approx(report.seconds, rel=0.02)

@@ -16,6 +16,7 @@ from flopmeter.as_cuda.attention_rules import CUDNN, EFFICIENT, FLASH, Qkv, Rule
 from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.as_cuda.target import CudaTarget
 from flopmeter.torch_names import dispatcher
+from flopmeter.torch_names.compiler import TRACING_CONTEXT
 
 aten = torch.ops.aten
 
@@ -63,9 +64,12 @@ def install(scope: Emulation) -> None:
 
 
 def _is_dispatched(tensor: object) -> bool:
-    """Whether it is emulated, or poses as a tensor on the device: inductor's patterns put this composite in the place
-    of attention that a program writes out."""
-    return dispatcher.is_emulated(tensor) or (isinstance(tensor, FakeTensor) and tensor.device.type == "cuda")
+    """Whether it is emulated; stands for such a one while Dynamo traces, where the program may ask for the layout of the
+    result; or poses as a tensor on the device: inductor's patterns put this composite in the place of attention that a
+    program writes out."""
+    poses = isinstance(tensor, FakeTensor) and tensor.device.type == "cuda"
+    stands_for_one = dispatcher.is_traced(tensor) and TRACING_CONTEXT.value() is not None
+    return dispatcher.is_emulated(tensor) or stands_for_one or poses
 
 
 def _difference(chosen: Mapping[SdpaCall, SDPBackend], rules: Rules, target: CudaTarget) -> str | None:

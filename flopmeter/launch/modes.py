@@ -155,7 +155,22 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, widened:
         number if kernel.op.graph is None else first + call_of.get(kernel.op.graph, kernel.op.graph)
         for kernel, number in zip(made, numbers, strict=True)
     ]
+    if widened == "the rest too":
+        graphs = _without_seams(made, graphs)
     return _launched(made, graphs, mode, trace)._replace(lives=lives)
+
+
+def _without_seams(kernels: list[Kernel], graphs: list[int | None]) -> list[int | None]:
+    """Neighbours in one graph, as where one function holds all of them: it ends at an eager kernel and at another
+    pass."""
+    joined: list[int | None] = []
+    number, previous = -1, ""
+    for kernel, graph in zip(kernels, graphs, strict=True):
+        place = "" if graph is None else "backward" if kernel.op.phase == "recompute" else kernel.op.phase
+        number += place not in ("", previous)
+        joined.append(number if place else None)
+        previous = place
+    return joined
 
 
 def _calls_joined(kernels: list[Kernel]) -> dict[int, int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.device.cluster import Cluster
@@ -225,7 +227,7 @@ class Report:
     @property
     def idle_seconds(self) -> float:
         """How long the device waits for the host."""
-        computing = sum(timing.seconds for timing in self._on_compute_stream)
+        computing = sum(timing.seconds * share for timing, share in self._seen)
         return max(0.0, self.seconds - computing - self.exposed_seconds)
 
     @cached_property
@@ -239,16 +241,45 @@ class Report:
         itself, and in the end."""
         if self.cluster is None:
             return 0.0
-        on_stream = [timing for timing in self.timings if timing.stream == DEFAULT_STREAM]
+        on_stream = [timing for timing in self.timings if timing.stream == self.compute_stream]
         waits = sum(timing.link_wait_seconds for timing in on_stream)
         own = sum(timing.seconds for timing in on_stream if timing.is_collective)
         done = on_stream[-1].end_seconds if on_stream else 0.0
         return waits + own + max(0.0, self.seconds - max(done, self.host_seconds))
 
     @cached_property
+    def compute_stream(self) -> int:
+        """The busiest stream: the default one, unless the program computes on one of its own."""
+        seconds: dict[int, float] = defaultdict(float, {DEFAULT_STREAM: 0.0})
+        for timing in self.timings:
+            seconds[timing.stream] += 0.0 if timing.is_collective else timing.seconds
+        return max(seconds, key=seconds.__getitem__)
+
+    @cached_property
     def _on_compute_stream(self) -> list[Timing]:
         """Kernels of the computing stream, without collectives."""
-        return [timing for timing in self.timings if timing.stream == DEFAULT_STREAM and not timing.is_collective]
+        return [timing for timing in self.timings if timing.stream == self.compute_stream and not timing.is_collective]
+
+    @cached_property
+    def _seen(self) -> list[tuple[Timing, float]]:
+        """Kernels, without collectives, and the share of each that the wall-clock shows: all of those of the computing
+        stream, and of others what lies in its gaps. Among ranks a gap is a wait for messages."""
+        seen = [(timing, 1.0) for timing in self._on_compute_stream]
+        starts = [timing.start_seconds for timing, _ in seen]
+        busy = [0.0, *accumulate(timing.seconds for timing, _ in seen)]
+
+        def busy_until(moment: float) -> float:
+            place = bisect_right(starts, moment)
+            return busy[place] - max(0.0, seen[place - 1][0].end_seconds - moment if place else 0.0)
+
+        others = (t for t in self.timings if t.stream != self.compute_stream and not t.is_collective)
+        until = 0.0
+        for timing in sorted(others, key=lambda timing: timing.start_seconds) if self.cluster is None else ():
+            start, until = max(timing.start_seconds, until), max(timing.end_seconds, until)
+            alone = until - start - (busy_until(until) - busy_until(start))
+            if alone > 0.0:
+                seen.append((timing, min(1.0, alone / timing.seconds)))
+        return seen
 
     @cached_property
     def joules(self) -> float | None:
@@ -308,9 +339,9 @@ class Report:
         if self.cluster is not None:
             shares["communication"] = self.exposed_seconds
         shares["overhead"] = 0.0
-        for timing in self._on_compute_stream:
-            shares["compute" if timing.is_compute else "memory"] += timing.work_seconds
-            shares["overhead"] += timing.floor_seconds
+        for timing, share in self._seen:
+            shares["compute" if timing.is_compute else "memory"] += timing.work_seconds * share
+            shares["overhead"] += timing.floor_seconds * share
         shares["overhead"] += self.idle_seconds
         return shares
 

@@ -210,7 +210,9 @@ class SyntheticData:
         def getitem(data: Any, index: Any) -> Any:
             if self._is_absent(data) and self._sample is not None:
                 return self._sample.value()
-            if not self._is_open or self._sample is not None:
+            if self._is_open and self._sample is not None:
+                return self._read(original, data, index)
+            if not self._is_open:
                 return original(data, index)
             if "flopmeter_first" not in vars(data):
                 data.flopmeter_first = original(data, 0)
@@ -218,6 +220,16 @@ class SyntheticData:
             return data.flopmeter_first
 
         return getitem
+
+    def _read(self, original: Callable[..., Any], data: Any, index: Any) -> Any:
+        """A sample of a data set that opens its files one by one."""
+        assert self._sample is not None
+        try:
+            return original(data, index)
+        except OSError as error:
+            data.flopmeter_absent = True
+            self._tell(type(data).__name__, error)
+            return self._sample.value()
 
     def _len(self, original: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(original)

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 from flopmeter.device.hardware import Hardware, Peak
 from flopmeter.records import (
-    DEFAULT_STREAM,
     ConvolutionWork,
     Cost,
     GroupedMatmulWork,
@@ -52,7 +51,7 @@ def hot_spots(report: Report) -> list[HotSpot]:
 def timed(report: Report) -> list[Timed]:
     """The kernels on the computing stream. Kernels of other streams delay the run only if these wait for them."""
     pairs = zip(report.kernels, report.timings, strict=True)
-    return [(kernel, timing) for kernel, timing in pairs if timing.stream == DEFAULT_STREAM]
+    return [(kernel, timing) for kernel, timing in pairs if timing.stream == report.compute_stream]
 
 
 def spot_of(name: str, group: list[Timed], report: Report) -> HotSpot:
