@@ -64,8 +64,8 @@ def install(scope: Emulation) -> None:
 
 
 def _is_dispatched(tensor: object) -> bool:
-    """Whether it is emulated; stands for such a one while Dynamo traces, where the program may ask for the layout of the
-    result; or poses as a tensor on the device: inductor's patterns put this composite in the place of attention that a
+    """Whether it is emulated; stands for such a tensor while Dynamo traces, where the program may ask for the layout of
+    the result; or poses as one on the device: inductor's patterns put this composite in the place of attention that a
     program writes out."""
     poses = isinstance(tensor, FakeTensor) and tensor.device.type == "cuda"
     stands_for_one = dispatcher.is_traced(tensor) and TRACING_CONTEXT.value() is not None
