@@ -50,7 +50,27 @@ def where_to_win(report: Report) -> WhereToWin | None:
 
 def cautions(report: Report) -> list[str]:
     """What the reader must know before believing the time; often nothing."""
-    return [line for line in (report.caution, _of_first_step(report)) if line]
+    return [line for line in (report.caution, _of_first_step(report), _of_several_streams(report)) if line]
+
+
+def _of_several_streams(report: Report) -> str:
+    """Kernels that overlap share the device, which the prediction does not know (timing/contention.py)."""
+    pairs = zip(report.kernels, report.timings, strict=True)
+    spans = sorted(
+        (timing.start_seconds, timing.end_seconds)
+        for kernel, timing in pairs
+        if not timing.is_collective and not kernel.cost.link_bytes
+    )
+    overlapped = until = 0.0
+    for start, end in spans:
+        overlapped += max(0.0, min(end, until) - start)
+        until = max(until, end)
+    if overlapped <= LEAST_GAIN * report.seconds:
+        return ""
+    return (
+        f"kernels of several streams run at the same time for {duration(overlapped)}, each priced as if it had the"
+        " device to itself: where each of them fills it, the run takes as much longer"
+    )
 
 
 def _of_first_step(report: Report) -> str:
