@@ -80,8 +80,8 @@ HALVED_RATE_SHARE = 1.05
 UNKNOWN_MATRIX_SHARE = 0.6  # of generations without a measured part; the known ones lie between 0.44 and 0.8
 
 # fp32 on vector units, any generation: picojoules of a FLOP, and the share of the peak at boost. Set on large GEMMs of
-# five parts from Pascal to Ampere (Lee et al., NeuSight, ASPLOS 2025); the L4's, which set nothing, are predicted at
-# .28 of the peak and reach .30. From 12 to 21 on single parts; the newest need least.
+# five parts from Pascal to Ampere (Lee et al., NeuSight, ASPLOS 2025); the L4's, which set nothing here, are predicted
+# at .28 of the peak and reach .29. From 12 to 21 on single parts; the newest need least.
 VECTOR_PICOJOULES = 16.0
 VECTOR_CEILING = 0.90
 
