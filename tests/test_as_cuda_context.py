@@ -49,7 +49,8 @@ def test_kernels_of_torch_are_replaced_without_a_warning() -> None:
 
 GIVEN_KERNELS = """
     _fused_rms_norm mish_backward _cudnn_rnn_backward _thnn_fused_gru_cell _thnn_fused_gru_cell_backward
-    _fused_sgd_ _fused_sgd_.tensor_lr _fused_adagrad_ _fused_adagrad_.tensor_lr _transformer_encoder_layer_fwd
+    _fused_sgd_ _fused_sgd_.tensor_lr _fused_adagrad_ _fused_adagrad_.tensor_lr _fused_adam_.tensor_lr
+    _fused_adamw_.tensor_lr _transformer_encoder_layer_fwd
     _scaled_mm.out _ctc_loss_backward _ctc_loss_backward.Tensor
     _sample_dirichlet _dirichlet_grad _standard_gamma_grad binomial
     fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask

@@ -143,7 +143,12 @@ KERNELS: dict[str, dict[str, DispatcherKernel]] = {
         "_thnn_fused_gru_cell_backward": fused_gru_cell_backward,
     },
     private.FOREACH: dict.fromkeys(
-        ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr"), in_place
+        (
+            "_fused_sgd_",
+            "_fused_adagrad_",
+            *(f"_fused_{kind}_.tensor_lr" for kind in ("sgd", "adagrad", "adam", "adamw")),
+        ),
+        in_place,
     ),
     private.MHA_FAST_PATH: {"_transformer_encoder_layer_fwd": like_first},  # torch has this one since 2.13
     private.SCALED: {"_scaled_mm.out": scaled_mm_out},
