@@ -419,3 +419,31 @@ def test_a_program_that_trains_tensors_of_no_module_has_a_step_from_one_backward
     assert turns == (32 if steps else 40)  # an optimizer, or a module, might have come
     assert f"the last of {turns} (marked by backward(), with neither an optimizer nor a module)" in report.headline
     assert report.step.macs == 5 * 8 * 64 * 64  # the gradient of what is given to the first product is not computed
+
+
+def closures_of_lbfgs(device):
+    """How often a step of LBFGS evaluates its closure, with what its group says of convergence afterwards."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).to(device)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=7)
+    x = torch.randn(64, 8, device=device)
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        losses.append((model(x) - x.pow(2).sum(1, keepdim=True)).pow(2).mean())
+        losses[-1].backward()
+        return losses[-1]
+
+    optimizer.step(closure)
+    return len(losses), optimizer.param_groups[0]["tolerance_change"]
+
+
+def test_lbfgs_evaluates_as_often_as_where_its_loss_goes_on_falling():
+    """Unknown losses are all told as the same number, by which it had converged after the first."""
+    step = torch.optim.LBFGS.step
+    with flopmeter.cuda(A100) as device:
+        metered = closures_of_lbfgs("cuda")
+    assert torch.optim.LBFGS.step is step
+    assert metered == closures_of_lbfgs("cpu") == (7, 1e-9)
+    assert "LBFGS is taken not to converge before its last turn (max_iter=7)" in str(device.report())

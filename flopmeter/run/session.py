@@ -186,7 +186,7 @@ class ScriptSession:
             undo.enter_context(applied([*tracing.tables(answers), tracing.pinning(), *self._preparing()]))
             self.meter.on_compiled_call = self.steps.on_compiled_call
             undo.enter_context(self.meter)
-            undoing += undo.enter_context(applied(values.patches(self.named, self._decided)))
+            undoing += undo.enter_context(applied(values.patches(self.named, self._decided, self.note)))
             undoing += undo.enter_context(applied(list(HostClock(self).patches())))
             undoing += undo.enter_context(applied(list(imported_by_name(undoing))))
             undo.enter_context(applied(list(imported_by_name(answers))))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor
+from torch.optim import LBFGS
 
 from flopmeter.known_values.assumptions import caller
 from flopmeter.known_values.branches import answer_without_error
@@ -61,13 +62,32 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
     setattr(StandInFloat, f"__{_name}__", _deciding(f"__{_name}__"))
 
 
-def patches(named: NamedCuda, on_decision: Callable[[str], None]) -> Iterator[Patch]:
+_TOLERANCES = ("tolerance_grad", "tolerance_change")  # of LBFGS: it stops below them
+
+
+def patches(named: NamedCuda, on_decision: Callable[[str], None], note: Callable[[str], None]) -> Iterator[Patch]:
     """`on_decision` is called with the line that decides."""
     yield Patch(
         StandInFloat, "on_decision", staticmethod(on_decision), "control flow that hangs on a stand-in is listed"
     )
     yield Patch(Tensor, "item", _item(Tensor.item), "gives a stand-in a type of its own")
     yield Patch(Tensor, "numpy", _numpy(Tensor.numpy, named), "refuses as on a GPU")
+    yield Patch(LBFGS, "step", _to_its_last_turn(LBFGS.step, note), "a loss that stands still seems to have converged")
+
+
+def _to_its_last_turn(step: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def stepping(optimizer: LBFGS, closure: Callable[[], Any]) -> Any:
+        (group,) = optimizer.param_groups
+        own = {name: group[name] for name in _TOLERANCES}
+        note(f"LBFGS is taken not to converge before its last turn (max_iter={group['max_iter']})")
+        group.update(dict.fromkeys(own, -1.0))
+        try:
+            return step(optimizer, closure)
+        finally:
+            group.update(own)
+
+    return stepping
 
 
 def _item(original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
