@@ -583,6 +583,25 @@ def test_products_that_run_in_tf32_are_not_among_those_that_could():
     assert advice.seconds_now == pytest.approx(product)
 
 
+def test_weights_beside_a_fourier_transform_are_not_told_to_be_bf16():
+    """cuFFT has no bf16: model.to(torch.bfloat16) would end in an error. What is told, the mended program does."""
+    with torch.device("meta"):
+        layer, x = nn.Linear(4096, 4096), torch.empty(8192, 4096)
+
+    def run(is_mended):
+        with FlopMeter(H100) as meter, torch.no_grad():
+            with torch.autocast("cuda", HALF, enabled=is_mended):
+                y = layer(x)
+            torch.fft.fft(y.float())
+        return meter.report()
+
+    report = run(is_mended=False)
+    told = [each for each in report.advice if "bfloat16" in each.remedy]
+    (advice,) = told
+    assert advice.remedy.startswith("torch.autocast in bfloat16 around the products (_fft_")
+    assert advice.run_seconds_then == pytest.approx(run(is_mended=True).seconds, rel=0.15)
+
+
 def test_a_larger_batch_comes_after_faults():
     """It makes a dense gradient cheaper for each sample, which is no reason to keep it."""
     remedies = [each.remedy for each in FAULTS["dense gradient of a table"].report(is_mended=False).advice]

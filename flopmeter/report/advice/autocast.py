@@ -19,7 +19,10 @@ from flopmeter.torch_names.operators import aten_overloads
 Policy = Literal["narrow", "wide", "sums", "follow"]
 """Of an op: it runs in autocast's dtype; in fp32; it reads either and returns fp32; by what it is given."""
 _LOWER = LOWER_PRECISION | {"_cudnn_rnn"}
-_FP32 = FP32 | {"_softmax"}  # not `_log_softmax`: cross_entropy asks it for the type of its input
+# cuFFT has no bf16, and fp16 for powers of two alone; autocast does not know, so the program casts what it gives them.
+FOURIER = frozenset({"_fft_r2c", "_fft_c2r", "_fft_c2c"})
+# Not `_log_softmax`: cross_entropy asks it for the type of its input.
+_FP32 = FP32 | {"_softmax"} | FOURIER
 _WHOLE_LAYERS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 WIDE = torch.float32
 

@@ -21,7 +21,7 @@ from flopmeter.launch.fusion import whole_program
 from flopmeter.launch.modes import Widened, modes_beyond
 from flopmeter.records import Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
-from flopmeter.report.advice.autocast import autocast
+from flopmeter.report.advice.autocast import FOURIER, autocast
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
 from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, odd_width, timed
@@ -330,6 +330,11 @@ def narrower_numbers(report: Report) -> Iterator[Proposal]:
         return spec._replace(dtype=narrow) if is_wide else spec
 
     name, bytes_too = str(narrow).removeprefix("torch."), wide is not torch.bfloat16
+    transforms = sorted({op.call.name for op in trace_of(report).ops} & FOURIER)
+    if narrow is not fp32 and transforms:
+        but = f"{transforms[0]} has no {name}, so its input stays {name_of(wide)}"
+        yield from _autocast_alone(report, narrow, but)
+        return
     reasons = [f"twice the bytes of {name}"] * bytes_too
     reasons += ["no matrix units for it"] * (units[0] != "matrix" == units[1])
     beside = ", and data made by NumPy too" if wide is torch.float64 else ""
@@ -341,6 +346,17 @@ def narrower_numbers(report: Report) -> Iterator[Proposal]:
         f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}",
         f"{name}: model.to(torch.{name}){beside}", priced(report, then),
     )  # fmt: skip
+
+
+def _autocast_alone(report: Report, dtype: torch.dtype, but: str) -> Iterator[Proposal]:
+    """For a program whose weights can be narrowed and some of whose ops cannot."""
+    then = autocast(trace_of(report), dtype)
+    if then is not None:
+        yield Proposal(
+            all_kernels(report), everything, "products are in fp32, without matrix units",
+            f"torch.autocast in {str(dtype).removeprefix('torch.')} around the products ({but})",
+            priced(report, with_chosen_kernels(then, report.hardware)),
+        )  # fmt: skip
 
 
 def _or_autocast(report: Report, dtype: torch.dtype) -> str:
