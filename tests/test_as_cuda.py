@@ -336,6 +336,16 @@ def test_a_padding_mask_keeps_the_encoder_dense_and_is_noted(h100: Emulation) ->
     assert any("padding mask" in note for note in h100.notes)
 
 
+def test_dynamo_knows_torchs_own_functions_after_a_run_that_looked_them_up_first() -> None:
+    """It keeps tables by function, which it makes when it first needs them; DistributedDataParallel empties them."""
+    import torch._dynamo.trace_rules as rules
+
+    rules.get_torch_obj_rule_map.cache_clear()
+    with emulate_cuda(H100):
+        torch.compile(lambda x: x + 1)(torch.empty(4, device="meta"))
+    assert {torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling} <= rules.get_torch_obj_rule_map().keys()
+
+
 def test_a_compiled_function_runs_eagerly_and_marks_its_calls(h100: Emulation) -> None:
     seen = []
 

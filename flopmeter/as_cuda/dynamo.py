@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from flopmeter.as_cuda.emulation import Emulation
+from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher, private
 
 RAN_EAGERLY = (
@@ -87,8 +88,24 @@ def _mark_regions(scope: Emulation) -> None:
         return _running.region
 
     scope.patch_private(private.AROUND_COMPILED_CALL, mark)
+    _forget_tables_made_meanwhile(scope)
     for name in ("is_compiling", "is_dynamo_compiling"):
         scope.patch(torch.compiler, name, _told_in_regions(getattr(torch.compiler, name)))
+
+
+def _forget_tables_made_meanwhile(scope: Emulation) -> None:
+    """Dynamo keeps tables by function. One that it makes while functions of ours stand in for torch's knows ours alone,
+    and would refuse to trace torch's afterwards."""
+    for name in (names.RULES, names.HANDLERS):
+        if name.present():
+            table = name.value
+            scope.on_close(_forget_unless, table, table() if table.cache_info().currsize else None)
+
+
+def _forget_unless(table: Any, made: object) -> None:
+    """Empty the table unless it is the one that was made before."""
+    if table.cache_info().currsize and table() is not made:
+        table.cache_clear()
 
 
 def _told_in_regions(is_compiling: Callable[[], bool]) -> Callable[[], bool]:
