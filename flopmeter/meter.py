@@ -384,9 +384,10 @@ class FlopMeter:
         kernels = on_device(trace, known.costs)
         is_spread = any(kernel.cost.collective and len(kernel.cost.collective.ranks) > 1 for kernel in kernels)
         cluster = cluster_of(device, cluster) if is_spread else None
-        uncounted = (*uncounted_notes(kernels), *uncounted_implementations(kernels))
-        notes = (*self._notes(device), *uncounted, *message_notes(kernels, running), *host_work_notes(trace))
-        notes += tuple(chain_notes(kernels))
+        notes = (
+            *self._notes(device), *uncounted_notes(kernels), *uncounted_implementations(kernels),
+            *message_notes(kernels, running), *host_work_notes(trace), *chain_notes(kernels),
+        )  # fmt: skip
         host, ran = self._host or device.host, ran_of(trace, device)
         assumed = (
             *in_words(self.assumed), *packed_assumptions(kernels), *group_assumptions(kernels),

@@ -103,6 +103,10 @@ def test_a_program_on_a_stream_of_its_own_is_told_the_same_as_on_the_default_one
     plain, aside = meter.report(), on_side(lambda: step(x, weight))
     assert aside.seconds == pytest.approx(plain.seconds)
     assert aside.seconds_by_regime == pytest.approx(plain.seconds_by_regime)
+    regions = [report.speed_up().regions for report in (plain, aside)]
+    assert [each.eager.seconds for each in regions[1]] == pytest.approx(
+        [each.eager.seconds for each in regions[0]], rel=0.01
+    )
     told = [[each.remedy.partition(":")[0] for each in report.advice] for report in (plain, aside)]
     assert told[0] == told[1]
     assert plain.advice

@@ -24,7 +24,6 @@ from flopmeter.distributed import WorldError, world
 from flopmeter.distributed.ranks import run_ranks
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode, reports_together
-from flopmeter.records import DEFAULT_STREAM
 from flopmeter.report.chrome_trace import save_together
 from flopmeter.report.page import document
 from flopmeter.report.page.first_screen import section
@@ -232,7 +231,7 @@ def _row(place: int | None, rank: int, report: Report, end: float, ranks: Set[in
     ran = [
         (kernel.op, timing)
         for kernel, timing in zip(report.kernels, report.timings, strict=True)
-        if timing.stream == DEFAULT_STREAM and not timing.is_collective
+        if timing.stream == report.compute_stream and not timing.is_collective
     ]
     backward = [timing for op, timing in ran if op.phase == "backward"]
     first_backward = backward[0].start_seconds if backward else report.seconds
@@ -262,12 +261,16 @@ def _waits_for_others(report: Report, ranks: Set[int]) -> float:
     timings = report.timings
     waits, last = 0.0, max(timings, key=lambda timing: timing.end_seconds, default=None)
     for number, timing in enumerate(timings):
-        if timing.stream == DEFAULT_STREAM and timing.link_wait_seconds:
+        if timing.stream == report.compute_stream and timing.link_wait_seconds:
             behind = number if timing.is_collective else _latest(number, report)
             until = 0.0 if behind is None else _others_until(behind, report, ranks)
             waits += max(0.0, min(timing.link_wait_seconds, until - timing.start_seconds + timing.link_wait_seconds))
-    if last is not None and last.stream != DEFAULT_STREAM and is_message(report.kernels[timings.index(last)].cost):
-        done = max((t.end_seconds for t in timings if t.stream == DEFAULT_STREAM), default=0.0)
+    if (
+        last is not None
+        and last.stream != report.compute_stream
+        and is_message(report.kernels[timings.index(last)].cost)
+    ):
+        done = max((t.end_seconds for t in timings if t.stream == report.compute_stream), default=0.0)
         waits += last.end_seconds - max(done, report.host_seconds)
     return waits
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Literal
 
-from flopmeter.launch.fusion import CompiledRegion, fuse, graphs_of, padded, tensors_of, whole_program
+from flopmeter.launch.fusion import (
+    CompiledRegion,
+    fuse,
+    graphs_of,
+    numbered,
+    padded,
+    pass_of,
+    tensors_of,
+    whole_program,
+)
 from flopmeter.launch.stream_assignment import assign_streams
 from flopmeter.records import Cost, Kernel, Launches, LaunchMode, Op, Trace
 
@@ -80,11 +89,14 @@ def compiled_region(ops: Iterable[Op], widened: Widened = "as marked") -> Compil
     """What counts as compiled: what runs under torch.compile, or the whole program if it does not use that."""
     if widened == "one graph" or all(op.region is None for op in ops):
         return whole_program
-    return _with_the_rest if widened == "the rest too" else lambda op: op.region
+    return _marked(widened)
 
 
-def _with_the_rest(op: Op) -> Hashable | None:
-    return whole_program(op) if op.region is None else op.region
+def _marked(widened: Widened) -> CompiledRegion:
+    """By the regions that the program marks."""
+    if widened == "the rest too":
+        return lambda op: whole_program(op) if op.region is None else op.region
+    return lambda op: op.region
 
 
 def mode_of(trace: Trace) -> Mode:
@@ -143,7 +155,7 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, widened:
             f"the program compiled itself, so its {mode.name} run was not metered: meter it with "
             "FlopMeter(compile='rules'), which runs compiled functions eagerly and fuses them by rules"
         )
-    marked: CompiledRegion = _with_the_rest if widened == "the rest too" else lambda op: op.region
+    marked = _marked(widened)
     by_rules: CompiledRegion = lambda op: None if op.is_replayed or op.graph is not None else marked(op)  # noqa: E731
     made, lives = fuse(kernels, trace, region=by_rules)
     known: dict[Cost, Cost] = {}
@@ -155,22 +167,11 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, widened:
         number if kernel.op.graph is None else first + call_of.get(kernel.op.graph, kernel.op.graph)
         for kernel, number in zip(made, numbers, strict=True)
     ]
-    if widened == "the rest too":
-        graphs = _without_seams(made, graphs)
+    if widened == "the rest too":  # one function holds all: its graphs end at an eager kernel and at another pass
+        graphs = numbered(
+            None if graph is None else pass_of(kernel.op) for kernel, graph in zip(made, graphs, strict=True)
+        )
     return _launched(made, graphs, mode, trace)._replace(lives=lives)
-
-
-def _without_seams(kernels: list[Kernel], graphs: list[int | None]) -> list[int | None]:
-    """Neighbours in one graph, as where one function holds all of them: it ends at an eager kernel and at another
-    pass."""
-    joined: list[int | None] = []
-    number, previous = -1, ""
-    for kernel, graph in zip(kernels, graphs, strict=True):
-        place = "" if graph is None else "backward" if kernel.op.phase == "recompute" else kernel.op.phase
-        number += place not in ("", previous)
-        joined.append(number if place else None)
-        previous = place
-    return joined
 
 
 def _calls_joined(kernels: list[Kernel]) -> dict[int, int]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 from flopmeter.costs import costs_of
 from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
 from flopmeter.measured import rebuild
-from flopmeter.measured.kineto import OpEvent, Profile, ProfileError, Span, covered_nanoseconds, read_profile
+from flopmeter.measured.kineto import OpEvent, Profile, ProfileError, Span, read_profile
 from flopmeter.measured.result import NO_KERNEL, Check, CheckRow, UnpricedRow
 from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Clocks, Cost, HostCopy, Switches
@@ -21,6 +21,7 @@ from flopmeter.report.quantities import in_ms
 from flopmeter.timing.energy import PowerLaws
 from flopmeter.timing.floors import least_seconds
 from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel, as_found_by, legacy_mma_share, named
+from flopmeter.timing.spans import union_length
 from flopmeter.timing.timeline import KernelPrices, op_seconds
 
 # How cuBLAS and cuDNN name their kernels; of CUTLASS's in fp32 these are the ones that multiply on Tensor Cores.
@@ -103,10 +104,10 @@ class _Prediction(NamedTuple):
 
     def measured(self, calls: int, seconds: float, clocks: Clocks) -> CheckRow:
         """The row of so many calls, that took so long together."""
-        row = self.row._replace(predicted_seconds=self.seconds[clocks])
-        sums = ("predicted_seconds", "floor_seconds", "flops", "bytes")
-        of_all = {name: getattr(row, name) * calls for name in sums}
-        return row._replace(calls=calls, measured_seconds=seconds, **of_all)
+        sums = ("floor_seconds", "flops", "bytes")
+        of_all = {name: getattr(self.row, name) * calls for name in sums}
+        predicted = self.seconds[clocks] * calls
+        return self.row._replace(calls=calls, measured_seconds=seconds, predicted_seconds=predicted, **of_all)
 
 
 class _Prices:
@@ -118,8 +119,10 @@ class _Prices:
 
     def seconds(self, cost: Cost, switches: Switches, ran: NamedKernel, clocks: Clocks) -> float:
         law = self._laws[clocks].of(self.device, switches, clocks)
-        one_clock = KernelPrices(self.device, switches)
-        price = law.price_alone(cost, ran) if law else one_clock(cost, 0.0, 1.0, ran)
+        if law is not None:
+            price = law.price_alone(cost, ran)
+        else:
+            price = KernelPrices(self.device, switches)(cost, 0.0, 1.0, ran)
         return price.busy.seconds + self.device.kernel_floor_seconds
 
 
@@ -169,7 +172,7 @@ class _Pricer:
     def _measured(self, event: OpEvent) -> int:
         """cuDNN runs groups of a convolution, and layers of an LSTM, side by side on streams of its own."""
         spans = [one.span for one in event.all_launched()] if self.profile.is_cuda else [event.span]
-        return covered_nanoseconds(spans)
+        return union_length(spans)
 
     def result(self, name: str, asked: Clocks | None) -> Check:
         matmuls = {of: self._matmuls_to_measured(of) for of in get_args(Clocks)}
@@ -189,8 +192,8 @@ class _Pricer:
             alone_predicted_seconds=sum(known.seconds[clocks] * self._alone[key] for key, known in self._predictions()),
             unpriced=tuple(sorted(_merged(self._unpriced()), key=lambda row: -row.measured_seconds)),
             span_seconds=span,
-            busy_seconds=covered_nanoseconds(self._busy()) * _SECONDS,
-            host_seconds=covered_nanoseconds(root.span for root in self.profile.roots) * _SECONDS,
+            busy_seconds=union_length(self._busy()) * _SECONDS,
+            host_seconds=union_length(root.span for root in self.profile.roots) * _SECONDS,
             mfu=flops / (span * peak) if span else 0.0,
             main_dtype=dtype,
             notes=(*_of_clocks(clocks, matmuls, asked), *self._notes()),

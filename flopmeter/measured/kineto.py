@@ -133,15 +133,6 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     return Profile(roots, unlinked, device_events, earlier, name, _ranks(document), whole)
 
 
-def covered_nanoseconds(spans: Iterable[Span]) -> int:
-    """Length of the union of the spans: time in several of them counts once."""
-    total = end = 0
-    for start, stop in sorted(spans):
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
-
-
 def _document(path: Path) -> Mapping[str, Any]:
     try:
         content = path.read_bytes()

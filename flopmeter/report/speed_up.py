@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from flopmeter.launch.fusion import graphs_of
 from flopmeter.launch.modes import compiled_region
-from flopmeter.records import DEFAULT_STREAM, Kernel, Timing
+from flopmeter.records import Kernel
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.quantities import in_gb, in_ms, percent
 from flopmeter.report.report import Report
@@ -68,8 +68,8 @@ def speed_up(report: Report) -> SpeedUp:
         )
     graphs = graphs_of(report.kernels, compiled_region(op for kernel in report.kernels for op in kernel.ops))
     names = _names(report.kernels, graphs)
-    before = _shares(report.kernels, report.timings, names, graphs)
-    after = _shares(compiled.kernels, compiled.timings, names, compiled.launches.graphs)
+    before = _shares(report, names, graphs)
+    after = _shares(compiled, names, compiled.launches.graphs)
     regions = tuple(RegionSpeedUp(name, before[name], after.get(name, Share())) for name in before)
     total = RegionSpeedUp("total", _sum(before.values(), report.seconds), _sum(after.values(), compiled.seconds))
     return SpeedUp(f"{report.headline} and compiled", regions, total)
@@ -86,13 +86,11 @@ def _names(kernels: list[Kernel], graphs: list[int | None]) -> dict[int | None, 
     return names
 
 
-def _shares(
-    kernels: list[Kernel], timings: list[Timing], names: dict[int | None, str], graphs: list[int | None]
-) -> dict[str, Share]:
+def _shares(report: Report, names: dict[int | None, str], graphs: list[int | None]) -> dict[str, Share]:
     shares: dict[str, Share] = {}
-    for kernel, timing, graph in zip(kernels, timings, graphs, strict=True):
+    for kernel, timing, graph in zip(report.kernels, report.timings, graphs, strict=True):
         count, moved, seconds = shares.get(names[graph], Share())
-        if timing.stream == DEFAULT_STREAM:
+        if timing.stream == report.compute_stream:
             seconds += timing.seconds + timing.wait_seconds + timing.link_wait_seconds
         shares[names[graph]] = Share(count + 1, moved + kernel.cost.bytes, seconds)
     return shares

@@ -8,6 +8,7 @@ from flopmeter.records import Regime
 from flopmeter.report.quantities import duration, percent, percent_of
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN, WAITS, WHOLE, Advice, HotSpot
+from flopmeter.timing.spans import union_length
 
 MOST_ROWS = 5
 NEAR_FLOOR = 0.7  # of the wall-clock is the floor: then the run is near it, since kernels never get nearer
@@ -56,15 +57,12 @@ def cautions(report: Report) -> list[str]:
 def _of_several_streams(report: Report) -> str:
     """Kernels that overlap share the device, which the prediction does not know (timing/contention.py)."""
     pairs = zip(report.kernels, report.timings, strict=True)
-    spans = sorted(
+    spans = [
         (timing.start_seconds, timing.end_seconds)
         for kernel, timing in pairs
         if not timing.is_collective and not kernel.cost.link_bytes
-    )
-    overlapped = until = 0.0
-    for start, end in spans:
-        overlapped += max(0.0, min(end, until) - start)
-        until = max(until, end)
+    ]
+    overlapped = sum(end - start for start, end in spans) - union_length(spans)
     if overlapped <= LEAST_GAIN * report.seconds:
         return ""
     return (

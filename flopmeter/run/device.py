@@ -64,7 +64,7 @@ def _true(own: Callable[..., Any]) -> Callable[..., Any]:
 
 _true_device, _true_get_device = _true(_tensor.device.__get__), _true(_tensor.get_device)
 _true_is_meta, _true_is_cuda = _true(_tensor.is_meta.__get__), _true(_tensor.is_cuda.__get__)
-_true_mesh_type: Any = DeviceMesh.__dict__["device_type"].__get__
+_true_mesh_type: Any = getattr(vars(DeviceMesh).get("device_type"), "fget", None)  # None: no property in this torch
 _true_data, _set_true_data = _true(_tensor.data.__get__), _true(_tensor.data.__set__)
 
 
@@ -130,7 +130,8 @@ class NamedCuda:
         yield Patch(Tensor, "_make_wrapper_subclass", self._wrapping(), takes)
         yield Patch(torch, "Generator", generator_type(self), takes)
         yield Patch(torch, "device", device_type(), "an index alone is one of the accelerator's: cuda")
-        yield Patch(DeviceMesh, "device_type", property(self._mesh_type), "a mesh of GPUs says so")
+        if _true_mesh_type is not None:
+            yield Patch(DeviceMesh, "device_type", property(self._mesh_type), "a mesh of GPUs says so")
         yield from DefaultType().patches()
         yield Patch(torch.nn.DataParallel, "scatter", self._scatter(), "DataParallel on one GPU")
         context = torch_device.DeviceContext

@@ -208,12 +208,10 @@ class SyntheticData:
     def _getitem(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def getitem(data: Any, index: Any) -> Any:
-            if self._is_absent(data) and self._sample is not None:
-                return self._sample.value()
-            if self._is_open and self._sample is not None:
-                return self._read(original, data, index)
             if not self._is_open:
                 return original(data, index)
+            if self._sample is not None:
+                return self._read(self._sample, original, data, index)
             if "flopmeter_first" not in vars(data):
                 data.flopmeter_first = original(data, 0)
                 self._note(f"the first sample of {type(data).__name__} stands for all of its samples")
@@ -221,15 +219,15 @@ class SyntheticData:
 
         return getitem
 
-    def _read(self, original: Callable[..., Any], data: Any, index: Any) -> Any:
-        """A sample of a data set that opens its files one by one."""
-        assert self._sample is not None
-        try:
-            return original(data, index)
-        except OSError as error:
-            data.flopmeter_absent = True
-            self._tell(type(data).__name__, error)
-            return self._sample.value()
+    def _read(self, sample: Sample, original: Callable[..., Any], data: Any, index: Any) -> Any:
+        """What the data set has there; or a sample in its place, also where it opens its files one by one."""
+        if not is_absent(data):
+            try:
+                return original(data, index)
+            except OSError as error:
+                data.flopmeter_absent = True
+                self._tell(type(data).__name__, error)
+        return sample.value()
 
     def _len(self, original: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(original)

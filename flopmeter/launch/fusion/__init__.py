@@ -33,7 +33,14 @@ from flopmeter.costs import make_cost
 from flopmeter.costs.fused import flops_of, name_of, slowest_class, walk_of
 from flopmeter.launch.fusion.atomics import with_atomic_additions
 from flopmeter.launch.fusion.dataflow import flow_of
-from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, tensors_of, whole_program
+from flopmeter.launch.fusion.graphs import (
+    CompiledRegion,
+    graphs_of,
+    numbered,
+    pass_of,
+    tensors_of,
+    whole_program,
+)
 from flopmeter.launch.fusion.grouping import Groups
 from flopmeter.launch.fusion.inlining import inlined
 from flopmeter.launch.fusion.layout import in_chosen_layout
@@ -58,7 +65,9 @@ from flopmeter.records import (
 )
 from flopmeter.torch_names.operators import aten
 
-__all__ = ["CompiledRegion", "NOTE", "fuse", "graphs_of", "padded", "tensors_of", "whole_program"]
+__all__ = [
+    "CompiledRegion", "NOTE", "fuse", "graphs_of", "numbered", "padded", "pass_of", "tensors_of", "whole_program",
+]  # fmt: skip
 
 NOTE = "compiled: fusion by inductor's default rules, and what backward computes again by those of its partitioner"
 

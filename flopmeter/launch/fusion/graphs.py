@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
-from flopmeter.records import UNCOUNTED, Call, Kernel, Op
+from flopmeter.records import UNCOUNTED, Call, Kernel, Op, Phase
 from flopmeter.torch_names.operators import aten
 
 CompiledRegion = Callable[[Op], Hashable | None]
@@ -33,16 +33,24 @@ def graphs_of(kernels: list[Kernel], region: CompiledRegion = whole_program) -> 
     recomputation is part of the backward graph.
     Fusing changes neither the number of graphs nor their order.
     """
-    graphs: list[int | None] = []
     breaks = functools.cache(_breaks_graph)  # calls are compared by identity
+    return numbered(None if breaks(kernel.op.call) else _place(kernel, region) for kernel in kernels)
+
+
+def numbered(places: Iterable[Hashable | None]) -> list[int | None]:
+    """The number of each run of equal places, counted in order; None where there is none."""
+    numbers: list[int | None] = []
     number, previous = -1, None
-    for kernel in kernels:
-        place = None if breaks(kernel.op.call) else _place(kernel, region)
-        if place is not None and place != previous:
-            number += 1
-        graphs.append(None if place is None else number)
+    for place in places:
+        number += place is not None and place != previous
+        numbers.append(None if place is None else number)
         previous = place
-    return graphs
+    return numbers
+
+
+def pass_of(op: Op) -> Phase:
+    """The pass whose graph holds the op: what a checkpoint computes again belongs to the backward graph."""
+    return "backward" if op.phase == "recompute" else op.phase
 
 
 def tensors_of(kernels: list[Kernel], graphs: list[int | None]) -> dict[int, int]:
@@ -67,7 +75,7 @@ def tensors_of(kernels: list[Kernel], graphs: list[int | None]) -> dict[int, int
 
 def _place(kernel: Kernel, region: CompiledRegion) -> Hashable | None:
     name = None if kernel.cost.op_class == UNCOUNTED else region(kernel.op)
-    return None if name is None else (name, "backward" if kernel.op.phase == "recompute" else kernel.op.phase)
+    return None if name is None else (name, pass_of(kernel.op))
 
 
 def _breaks_graph(call: Call) -> bool:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from flopmeter.records import DEFAULT_STREAM, Phase
+from flopmeter.records import Phase
 from flopmeter.report.page.axes import Axis, horizontal, picture
 from flopmeter.report.page.marks import swatch
 from flopmeter.report.page.markup import Markup, join, tag
@@ -64,19 +64,19 @@ def gantt(reports: Mapping[str, Report]) -> Markup:
 
 def lanes_of(name: str, report: Report, gap: float = 0.0) -> list[Lane]:
     """The computing stream, then the others; bars of one kind that are less than `gap` seconds apart are one."""
-    streams: dict[int, list[Bar]] = {DEFAULT_STREAM: []}
+    streams: dict[int, list[Bar]] = {report.compute_stream: []}
     pairs = list(zip(report.kernels, report.timings, strict=True))
     busy = [
         (timing.start_seconds, timing.end_seconds)
         for _, timing in pairs
-        if timing.stream == DEFAULT_STREAM and not timing.is_collective
+        if timing.stream == report.compute_stream and not timing.is_collective
     ]
     for kernel, timing in pairs:
         bars = streams.setdefault(timing.stream, [])
         start, end = timing.start_seconds, timing.end_seconds
         bars += _exposed_and_hidden(start, end, busy) if timing.is_collective else [Bar(kernel.op.phase, start, end)]
     links = {kind for kind in FILLS if kind.startswith("communication")}
-    lanes = [Lane(name, True, _joined(streams.pop(DEFAULT_STREAM), gap))]
+    lanes = [Lane(name, True, _joined(streams.pop(report.compute_stream), gap))]
     for number, bars in enumerate(streams.values(), 1):
         what = "communication" if {bar.kind for bar in bars} <= links else "stream"
         lanes.append(Lane(f"{what} {number}", False, _joined(bars, gap)))
