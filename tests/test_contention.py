@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ import torch.distributed as dist
 
 from flopmeter import FlopMeter
 from flopmeter.device.cluster import CollectivePrice
+from flopmeter.device.hardware import Host
 from flopmeter.distributed import world
 from flopmeter.records import Collective
 from flopmeter.timing.concurrency import Activity, HangError, Party, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
+from flopmeter.trace.streams import MetaStream, current_stream, stream
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BOTH = (("nic", "out"), ("nic", "in"))
@@ -78,6 +81,66 @@ def test_transfers_leave_a_kernel_a_tenth_of_the_sms():
     """Three that ask for 40 % each: in 5 s beside them it does half a second of its work."""
     links = [on_link(5.0, stream, transfer(((f"nic {stream}", "out"),), sms=0.4)) for stream in (1, 2, 3)]
     assert ends(kernel(10.0), *links)[0] == pytest.approx(5 + 9.5)
+
+
+def on_stream(number: int, seconds: float, demand: Demand) -> Activity:
+    return Activity(0.0, seconds, False, number, demand=demand)
+
+
+def test_kernels_that_fill_the_device_run_in_the_order_in_which_they_came():
+    first, second, third = (on_stream(number, 10.0, COMPUTE) for number in range(3))
+    spans = run_concurrently({0: [first, second, third]})[0]
+    assert [(span.start_seconds, span.end_seconds) for span in spans] == [(0, 10), (10, 20), (20, 30)]
+
+
+def test_kernels_of_few_blocks_run_side_by_side_and_the_last_gets_the_sms_that_are_left():
+    """40 % each: the third has 20 % for 10 s, half of what it keeps alone, and then 5 s of its work are left."""
+    assert ends(*(on_stream(number, 10.0, Demand(1.0, 0.0, 0.4)) for number in range(3))) == pytest.approx([10, 10, 15])
+
+
+def test_kernels_of_few_blocks_share_the_bandwidth_of_memory():
+    """Each would use three quarters: together they ask for 1.5."""
+    draws = Demand(1.0, 0.75, 0.4)
+    assert ends(on_stream(0, 10.0, draws), on_stream(1, 10.0, draws)) == pytest.approx([10 * 1.125, 10 * 1.125])
+
+
+def test_a_copy_by_the_engine_of_the_link_waits_for_no_sms():
+    assert ends(on_stream(0, 10.0, COMPUTE), on_stream(1, 4.0, Demand(0.0, 0.0, 0.0))) == pytest.approx([10, 4])
+
+
+def test_a_kernel_of_few_blocks_loses_none_to_a_transfer_that_leaves_enough():
+    few = Demand(1.0, 0.0, 0.5)
+    assert ends(on_stream(0, 10.0, few), on_link(5.0, STREAM_2, transfer(sms=0.4))) == pytest.approx([10, 5])
+
+
+def seconds_on_streams(times: int, aside: bool, work: Callable[[], object]) -> float:
+    """By a host that takes no time."""
+    with FlopMeter("h100-sxm5-80gb", clocks="burst", host=Host(relative_time=1e-9)) as meter, torch.no_grad():
+        for _ in range(times):
+            with stream(MetaStream() if aside else current_stream()):
+                work()
+    return meter.report().seconds
+
+
+def test_two_large_products_or_copies_on_two_streams_take_as_long_as_on_one():
+    x, y = (torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    for work in (lambda: x @ y, x.clone):
+        beside, behind = (seconds_on_streams(2, aside, work) for aside in (True, False))
+        assert beside == pytest.approx(behind, rel=0.01)
+
+
+def test_attention_of_16_blocks_fits_eight_times_on_an_h100_of_132_sms():
+    """A block has 128 queries of a head; all heads share their keys, so that memory is hardly needed."""
+    query, key = (
+        torch.empty(1, n, size, 128, dtype=torch.bfloat16, device="meta") for n, size in ((16, 128), (1, 8192))
+    )
+
+    def attend() -> None:
+        torch.nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+
+    one, eight, sixteen = (seconds_on_streams(times, True, attend) for times in (1, 8, 16))
+    assert eight == pytest.approx(one)
+    assert sixteen == pytest.approx(2 * one, rel=0.01)
 
 
 def test_a_transfer_without_bytes_takes_sms_for_its_latency_alone():

@@ -9,7 +9,6 @@ from flopmeter import FlopMeter
 from flopmeter.costs import kernels_of
 from flopmeter.launch.stream_assignment import assign_streams
 from flopmeter.report.advice.rewrite import with_ops
-from flopmeter.report.quantities import duration
 from flopmeter.trace.streams import MetaEvent, MetaStream, stream
 
 SIZES = {"first": 4096, "second": 4095, "aside": 4094}
@@ -131,27 +130,3 @@ def test_what_runs_beside_the_computing_stream_adds_nothing_to_the_wall_clock():
         step(x, weight)
     report = meter.report()
     assert sum(report.seconds_by_regime.values()) == pytest.approx(report.seconds, rel=0.02)
-
-
-def test_kernels_that_run_at_the_same_time_are_said_to_be_priced_as_if_alone():
-    x, weight = torch.empty(8192, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
-
-    def said(waits):
-        with FlopMeter("h100-sxm5-80gb") as meter, torch.no_grad():
-            step(x, weight)
-            side, event = MetaStream(), MetaEvent()
-            event.record()
-            if waits:
-                side.wait_event(event)
-            with stream(side):
-                step(x, weight)
-        report = meter.report()
-        lines = [line for line in str(report).splitlines() if line.startswith("kernels of several streams")]
-        return report, lines
-
-    alone, nothing = said(waits=True)
-    beside, (line,) = said(waits=False)
-    assert not nothing
-    both = beside.kernel_seconds + beside.idle_seconds - beside.seconds
-    assert both > 0.4 * alone.seconds
-    assert f"at the same time for {duration(both)}" in line

@@ -8,7 +8,6 @@ from flopmeter.records import Regime
 from flopmeter.report.quantities import duration, percent, percent_of
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN, WAITS, WHOLE, Advice, HotSpot
-from flopmeter.timing.spans import union_length
 
 MOST_ROWS = 5
 NEAR_FLOOR = 0.7  # of the wall-clock is the floor: then the run is near it, since kernels never get nearer
@@ -51,24 +50,7 @@ def where_to_win(report: Report) -> WhereToWin | None:
 
 def cautions(report: Report) -> list[str]:
     """What the reader must know before believing the time; often nothing."""
-    return [line for line in (report.caution, _of_first_step(report), _of_several_streams(report)) if line]
-
-
-def _of_several_streams(report: Report) -> str:
-    """Kernels that overlap share the device, which the prediction does not know (timing/contention.py)."""
-    pairs = zip(report.kernels, report.timings, strict=True)
-    spans = [
-        (timing.start_seconds, timing.end_seconds)
-        for kernel, timing in pairs
-        if not timing.is_collective and not kernel.cost.link_bytes
-    ]
-    overlapped = sum(end - start for start, end in spans) - union_length(spans)
-    if overlapped <= LEAST_GAIN * report.seconds:
-        return ""
-    return (
-        f"kernels of several streams run at the same time for {duration(overlapped)}, each priced as if it had the"
-        " device to itself: where each of them fills it, the run takes as much longer"
-    )
+    return [line for line in (report.caution, _of_first_step(report)) if line]
 
 
 def _of_first_step(report: Report) -> str:

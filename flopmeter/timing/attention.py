@@ -88,7 +88,8 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
         extra += _group_copies(shape, _ITEM_BYTES * elements * shape.head_dim, hardware)
     if shape.is_backward and attends.backend != "flex":
         extra = elements * shape.head_dim * attention_kernels.BACKWARD_EXTRA_BYTES / bandwidth
-    return Busy(compute, memory + extra, work + extra)
+    blocks = launch.heads * launch.grid.blocks * launch.slices
+    return Busy(compute, memory + extra, work + extra, sms=min(1.0, blocks / hardware.sm_count))
 
 
 def kernel_of(

@@ -1,10 +1,10 @@
 """What runs at the same time: the streams of a device, and the ranks that send each other messages.
 
-A stream runs what it is given in order. A kernel starts once the host has sent it, its stream is free, and what it
-waits for has ended. A message starts when both sides are there, as NCCL's do, and ends on both at once, and so does a
-collective on all of its ranks that run here; the messages of a batch are one kernel, which starts and ends as a whole
-on its rank. All ranks share one clock, which begins with the step. Kernels and transfers that run at the same time slow
-each other down (contention.py).
+A stream runs what it is given in order. A kernel starts once the host has sent it, its stream is free, what it waits
+for has ended, and kernels of other streams leave it some SMs. A message starts when both sides are there, as NCCL's do,
+and ends on both at once, and so does a collective on all of its ranks that run here; the messages of a batch are one
+kernel, which starts and ends as a whole on its rank. All ranks share one clock, which begins with the step. Kernels
+and transfers that run at the same time slow each other down (contention.py).
 
 Approximation: a small message, too, waits for its receiver. (NCCL's send returns once its buffers of a few MB hold the
     message.)
@@ -17,7 +17,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from flopmeter.timing.contention import Demand, Transfer, kernel_rate, transfer_rate
+from flopmeter.timing.contention import Demand, Transfer, finds_place, granted_sms, transfer_rate
 
 
 class Party(NamedTuple):
@@ -93,8 +93,9 @@ class _Rank:
     def __init__(self, number: int, works: Sequence[Activity], lead: float):
         self.number, self.works = number, works
         self.shared: dict[int, _Task] = {}  # with other ranks, by the number of this side's work
-        self.kernels: set[_Task] = set()  # that run now
+        self.kernels: dict[_Task, Demand] = {}  # that run now, in the order of their starts
         self.transfers: set[_Task] = set()
+        self.crowd: deque[_Queued] = deque()  # kernels that wait for SMs, in the order of their turns
         self.sent = [0.0] * len(works)
         self.starts: list[float | None] = [None] * len(works)
         self.ends = [0.0] * len(works)
@@ -202,6 +203,10 @@ class _Simulation:
             self._push(entry.ready, entry)
 
     def _start(self, entry: _Queued, now: float) -> None:
+        rank, demand = entry.rank, entry.rank.works[entry.works[0]].demand
+        if isinstance(demand, Demand) and demand.sms and not finds_place(rank.kernels.values()):
+            rank.crowd.append(entry)
+            return
         for number in entry.works:
             task = entry.rank.shared.get(number) or _Task()
             task.sides.append((entry, number))
@@ -215,11 +220,14 @@ class _Simulation:
         if isinstance(work.demand, Transfer):
             task.is_transfer = True
             task.left, task.moves = work.demand.latency_seconds, work.seconds - work.demand.latency_seconds
-        for entry, number in task.sides:
+            for entry, number in task.sides:
+                entry.rank.starts[number] = now
+                entry.rank.transfers.add(task)
+        else:
             entry.rank.starts[number] = now
-            (entry.rank.transfers if task.is_transfer else entry.rank.kernels).add(task)
-        if entry.rank.transfers and not task.is_transfer:
-            task.rate = self._rate(task)
+            entry.rank.kernels[task] = work.demand
+            if entry.rank.transfers or len(entry.rank.kernels) > 1:
+                task.rate = self._rate(task)
         self._push(now + task.left / task.rate, task)
         self._share(task, now)
 
@@ -235,11 +243,17 @@ class _Simulation:
             self._share(task, now)
             return
         for entry, _ in task.sides:
-            entry.rank.kernels.discard(task)
+            entry.rank.kernels.pop(task, None)
             entry.rank.transfers.discard(task)
         self._share(task, now)
+        self._seat(task.sides[0][0].rank, now)
         for entry, number in task.sides:
             self._end(entry, number, now)
+
+    def _seat(self, rank: _Rank, now: float) -> None:
+        """Start the kernels that wait for SMs, as far as there are some."""
+        while rank.crowd and finds_place(rank.kernels.values()):
+            self._start(rank.crowd.popleft(), now)
 
     def _share(self, changed: _Task, now: float) -> None:
         """Set the rates anew of all that runs beside a task that began, began to move its bytes, or ended."""
@@ -258,7 +272,7 @@ class _Simulation:
 
     def _rate(self, task: _Task) -> float:
         """The rate of a task: that of its slowest side."""
-        return min(_rate_on(rank, demand) for rank, demand in task.demands())
+        return min(_rate_on(rank, task, demand) for rank, demand in task.demands())
 
     def _end(self, entry: _Queued, number: int, now: float) -> None:
         rank = entry.rank
@@ -306,21 +320,24 @@ def _described(party: Party, rank: int) -> str:
     return f"message to rank {receiver}" if sender == rank else f"message from rank {sender}"
 
 
-def _rate_on(rank: _Rank, demand: Demand | Transfer) -> float:
-    """How fast something with this demand runs on the rank, beside everything that runs there now (itself included)."""
+def _rate_on(rank: _Rank, task: _Task, demand: Demand | Transfer) -> float:
+    """How fast the task, which demands this of the rank, runs there beside everything that does now."""
     transfers = [
-        (found, task.is_moving)
-        for task in rank.transfers
-        for owner, found in task.demands()
+        (found, other.is_moving)
+        for other in rank.transfers
+        for owner, found in other.demands()
         if owner is rank and isinstance(found, Transfer)
     ]
     moving = [found for found, is_moving in transfers if is_moving]
     users = Counter(port for found in moving for port in found.ports)
-    memory = sum(found.memory / max((users[port] for port in found.ports), default=1) for found in moving)
-    if isinstance(demand, Demand):
-        return kernel_rate(demand, sum(found.sms for found, _ in transfers), memory)
-    kernels = max((found.memory for task in rank.kernels for _, found in task.demands()), default=0.0)
-    return transfer_rate(max((users[port] for port in demand.ports), default=1), kernels, memory)
+    crowded = sum(found.memory / max((users[port] for port in found.ports), default=1) for found in moving)
+    granted = granted_sms(rank.kernels.values(), (found for found, _ in transfers))
+    for kernel, sms in zip(rank.kernels.values(), granted, strict=True):
+        crowded += kernel.memory * kernel.rate(sms, 1.0)
+    if isinstance(demand, Transfer):
+        return transfer_rate(max((users[port] for port in demand.ports), default=1), crowded)
+    place = list(rank.kernels).index(task)
+    return demand.rate(granted[place], crowded)
 
 
 def run_concurrently(

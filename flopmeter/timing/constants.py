@@ -284,6 +284,7 @@ RESIDENT_THREADS_BY_CAPABILITY = {
     (7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536,
 }  # fmt: skip
 MOST_BLOCKS_PER_SM = 32
+THREAD_BYTES = 16  # that a thread of torch's kernels for plain tensors takes in one load (MemoryAccess.cuh)
 LEAST_BLOCK_THREADS = 128  # of torch's kernels: a block holds several rows of fewer threads (PersistentSoftmax.cuh)
 
 # Second reads begin to miss the L2 cache when the rows in flight fill more than this share of it, and all of them miss

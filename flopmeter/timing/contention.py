@@ -1,17 +1,24 @@
 """What kernels and transfers take from each other while they run at the same time.
 
-Nothing here is fitted. Transfers that use one port the same way share its bandwidth equally. A transfer takes an SM for
-each of NCCL's channels, which slows kernels that are bound by arithmetic. It also takes bandwidth of the device's own
-memory, which slows both once they need more than there is. Echo (arXiv 2412.12487) also slows kernels that compute
-beside collectives, by a predictor trained on profiles; here the slowdown follows from counts. Measured on A100, H100,
-MI210 and MI250, computing beside collectives takes 18.9 % longer on average and 40 % at most (arXiv 2507.03114).
+Nothing here is fitted. A kernel keeps the SMs that its thread blocks find free: those of a kernel that began earlier
+are all placed before. So two kernels that fill the device run one after the other, and two of few blocks side by side,
+as long as memory has the bandwidth for both. (For streams of one priority, from experiments: Amert et al., 'GPU
+Scheduling on the NVIDIA TX2', RTSS 2017.)
 
-Approximations: SMs are shared smoothly, though a kernel whose blocks just fill the device needs a second wave; caches
-and the power that both draw are left out.
+Transfers that use one port the same way share its bandwidth equally. A transfer takes an SM for each of NCCL's
+channels, which slows kernels that are bound by arithmetic. It also takes bandwidth of the device's own memory, which
+slows both once they need more than there is. Echo (arXiv 2412.12487) also slows kernels that compute beside
+collectives, by a predictor trained on profiles; here the slowdown follows from counts. Measured on A100, H100, MI210
+and MI250, computing beside collectives takes 18.9 % longer on average and 40 % at most (arXiv 2507.03114).
+
+Approximations: SMs are shared smoothly, though a kernel whose blocks just fill the device needs a second wave; a
+kernel keeps as many SMs at its end as on average; two kernels never share an SM; caches and the power that both draw
+are left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from flopmeter.device.cluster import CollectivePrice
@@ -28,6 +35,10 @@ MESSAGE_CHANNELS_NVLINK, MESSAGE_CHANNELS_NETWORK = 16, 2
 # also reads what it adds to. (NCCL's primitives: src/device/prims_simple.h.)
 MEMORY_BYTES_PER_BYTE, MEMORY_BYTES_PER_SUM = 2, 3
 MOST_SMS = 0.9  # the most that all transfers take together
+# The share of the SMs that draws all of the memory's bandwidth, at 64 bytes a cycle each (NVIDIA's white papers of A100
+# and H100: the L2 cache's reads): .20 on an A100 80 GB, .23 on an H100, .04 on an L4.
+SMS_FOR_MEMORY = 0.25
+LEAST_SMS = 0.01  # the share that a kernel waits for: about one SM
 
 Port = tuple[str, str]  # which link of the rank, and which way: 'out' or 'in'
 
@@ -42,16 +53,29 @@ class Transfer(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What a kernel that computes asks for: seconds of arithmetic and of memory traffic, were each alone."""
+    """What a kernel that computes asks for: seconds of arithmetic and of memory traffic, were each alone, and SMs."""
 
     compute_seconds: float
     memory_seconds: float
+    sms: float = 1.0  # share of the device's SMs that its blocks keep; 0 of a copy engine
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_seconds, self.memory_seconds)
 
     @property
     def memory(self) -> float:
         """The share of the memory's bandwidth that it uses."""
-        longest = max(self)
-        return self.memory_seconds / longest if longest else 0.0
+        return self.memory_seconds / self.seconds if self.seconds else 0.0
+
+    def rate(self, granted: float, crowded: float) -> float:
+        """How fast it runs on this share of the SMs, where all ask for `crowded` times the memory's bandwidth; as a
+        share of its speed alone."""
+        if not self.seconds:
+            return 1.0
+        arithmetic = self.compute_seconds * max(1.0, self.sms / granted)
+        drawing = min(self.sms, SMS_FOR_MEMORY * self.memory) / granted
+        return self.seconds / max(arithmetic, self.memory_seconds * max(1.0, crowded, drawing))
 
 
 def transfer_of(
@@ -84,17 +108,24 @@ def _channels(price: CollectivePrice, transport: str, is_message: bool) -> int:
     return MESSAGE_CHANNELS_NVLINK if is_message else CHANNELS_NVLINK
 
 
-def kernel_rate(demand: Demand, sms: float, memory: float) -> float:
-    """How fast a kernel runs beside transfers that take these shares of SMs and of memory, as a share of its speed
-    alone."""
-    alone = max(demand)
-    if not alone:
-        return 1.0
-    crowded = max(1.0, demand.memory + memory)
-    return alone / max(demand.compute_seconds / (1 - min(sms, MOST_SMS)), demand.memory_seconds * crowded)
+def finds_place(kernels: Iterable[Demand]) -> bool:
+    """Whether these kernels, which run, leave SMs to another one."""
+    return 1.0 - sum(kernel.sms for kernel in kernels) > LEAST_SMS
 
 
-def transfer_rate(sharing: int, kernels: float, memory: float) -> float:
-    """How fast a transfer's bytes move, as a share of their speed alone, if this many transfers share its port and
-    kernels and transfers ask for these shares of memory."""
-    return 1 / (sharing * max(1.0, kernels + memory))
+def granted_sms(kernels: Iterable[Demand], transfers: Iterable[Transfer]) -> list[float]:
+    """The share of the SMs that each kernel keeps beside these transfers: those that began first before the others,
+    and all in proportion where transfers take some away."""
+    left, found = 1.0, []
+    for kernel in kernels:
+        found.append(min(kernel.sms, left))
+        left -= found[-1]
+    free = 1.0 - min(MOST_SMS, sum(transfer.sms for transfer in transfers))
+    shrunk = min(1.0, free / (1.0 - left)) if left < 1.0 else 1.0
+    return [share * shrunk for share in found]
+
+
+def transfer_rate(sharing: int, crowded: float) -> float:
+    """How fast a transfer's bytes move, as a share of their speed alone, if this many transfers share its port and all
+    that runs asks for `crowded` times the memory's bandwidth."""
+    return 1 / (sharing * max(1.0, crowded))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ from flopmeter.timing.bandwidth import (
     memory_seconds,
     miss_share,
     narrow_unit_seconds,
+    resident_threads,
     rows_in_flight,
     scattered_seconds,
     share_of_stream,
@@ -215,8 +217,8 @@ def _sum_of_matmuls(work: MatmulWork, moved: MatmulBytes, rates: Rates) -> tuple
 
 
 def _one_after_another(shapes: Iterable[Matmul], each: MatmulBytes, rates: Rates) -> Busy:
-    parts = [Busy(0.0, 0.0, 0.0), *(price_matmul(shape, each, rates) for shape in shapes)]
-    return Busy(*(sum(column) for column in zip(*parts, strict=True)))
+    parts = (price_matmul(shape, each, rates) for shape in shapes)
+    return functools.reduce(Busy.then, parts, Busy(0.0, 0.0, 0.0, sms=0.0))
 
 
 def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: Hardware) -> Busy:
@@ -245,6 +247,7 @@ def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: 
         memory,
         max(together.work_seconds, memory) + recurrence.steps * step.seconds + starts,
         together.latency_seconds,
+        max(step.sms, together.sms),
     )
 
 
@@ -287,8 +290,20 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)
     starts = (work.kernels - 1) * (hardware.kernel_floor_seconds + access_seconds(0.0, hardware))
     seconds = first + overlap(together, others, constants.VECTOR_OVERLAP) + steps.last_seconds
-    own = Busy(compute - combining, max(memory, combining) + steps.last_seconds, seconds, starts)
-    return Busy(*(sum(column) for column in zip(own, *further, strict=True)))
+    sms = _sms_of_threads(cost, work, hardware)
+    own = Busy(compute - combining, max(memory, combining) + steps.last_seconds, seconds, starts, sms)
+    return functools.reduce(Busy.then, further, own)
+
+
+def _sms_of_threads(cost: Cost, work: VectorWork, hardware: Hardware) -> float:
+    """The share of the device's places for threads that the kernel fills; a copy over the link has its own engine."""
+    if isinstance(cost.work, HostCopy):
+        return 0.0
+    threads = cost.bytes / (constants.THREAD_BYTES * work.kernels)
+    if work.grid is not None:
+        threads = work.grid.blocks * work.grid.threads
+    rows = (rows.rows * threads_of(rows, hardware) for rows in work.rereads)
+    return min(1.0, max((threads, *rows)) / (resident_threads(hardware) * hardware.sm_count))
 
 
 def _further_kernel(rows: Reread, cost: Cost, hardware: Hardware) -> Busy:
@@ -300,7 +315,7 @@ def _further_kernel(rows: Reread, cost: Cost, hardware: Hardware) -> Busy:
     first, others = _latencies(work, hardware, 1 - missed)
     together = overlap(combining, traffic, constants.VECTOR_OVERLAP)
     seconds = hardware.kernel_floor_seconds + first + overlap(together, others, constants.VECTOR_OVERLAP)
-    return Busy(0.0, max(combining, traffic), seconds)
+    return Busy(0.0, max(combining, traffic), seconds, sms=_sms_of_threads(cost, work, hardware))
 
 
 def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tuple[float, float]:

@@ -57,17 +57,28 @@ class MatmulBytes(NamedTuple):
 
 class Busy(NamedTuple):
     """Seconds that the arithmetic and the memory traffic of a kernel take, both together, and those in which it waits
-    for its first loads and last stores."""
+    for its first loads and last stores; and the SMs that it keeps."""
 
     compute_seconds: float
     memory_seconds: float
     work_seconds: float
     latency_seconds: float = 0.0
+    sms: float = 1.0  # the share of the device's SMs that its blocks fill, on average
 
     @property
     def seconds(self) -> float:
         """All of it, without the device's kernel floor."""
         return self.work_seconds + self.latency_seconds
+
+    def then(self, other: Busy) -> Busy:
+        """Both, one after the other."""
+        return Busy(
+            self.compute_seconds + other.compute_seconds,
+            self.memory_seconds + other.memory_seconds,
+            self.work_seconds + other.work_seconds,
+            self.latency_seconds + other.latency_seconds,
+            max(self.sms, other.sms),
+        )
 
 
 class _Tile(NamedTuple):
@@ -169,12 +180,13 @@ def unpacking(shape: Matmul, kernel: UnpackingKernel, moved: MatmulBytes, rates:
     multiplies in turns, as kernels before `cp.async` do, and what it issues takes longer than the arithmetic. Each tile
     of rows converts all weights again."""
     rows, columns = kernel.tile
-    waves = shape.batch * ceil(ceil(shape.m / rows) * ceil(shape.n / columns) / rates.sm_count)
+    tiles = ceil(shape.m / rows) * ceil(shape.n / columns)
+    waves = shape.batch * ceil(tiles / rates.sm_count)
     cycles = waves * ceil(shape.k / kernel.depth) * kernel.cycles
     compute = cycles / rates.clock_hz
     memory = moved.memory_bytes / rates.bytes_per_s
     work = overlap(compute, memory, SYNCHRONOUS_MMA.overlap_exponent)
-    return Busy(compute, memory, work, rates.kernels.latency_cycles / rates.clock_hz)
+    return Busy(compute, memory, work, rates.kernels.latency_cycles / rates.clock_hz, _filled(tiles, rates))
 
 
 def _in_waves(
@@ -195,7 +207,12 @@ def _in_waves(
     compute += store * (waves if kernels.stores_each_tile else 1)
     memory = moved.memory_bytes / rates.bytes_per_s
     work = overlap(compute, memory, kernels.overlap_exponent)
-    return Busy(compute, memory, work, kernels.latency_cycles / rates.clock_hz)
+    return Busy(compute, memory, work, kernels.latency_cycles / rates.clock_hz, _filled(tiles, rates))
+
+
+def _filled(tiles: int, rates: Rates) -> float:
+    """The share of the SMs that have a tile, on average over the waves."""
+    return tiles / (ceil(tiles / rates.sm_count) * rates.sm_count)
 
 
 def _with_power(way: Busy, macs: int, rates: Rates) -> Busy:
@@ -211,8 +228,7 @@ def _adding_slices(way: Busy, partial_sums: int, rates: Rates) -> Busy:
     bytes_per_s = rates.bytes_per_s if nbytes > rates.cache else max(rates.bytes_per_s, rates.cache_bytes_per_s)
     seconds = 2 * nbytes / bytes_per_s
     extra = seconds + constants.SPLIT_K_CYCLES / rates.clock_hz
-    compute, memory, work, latency = way
-    return Busy(compute, memory + seconds, work + extra, latency)
+    return way._replace(memory_seconds=way.memory_seconds + seconds, work_seconds=way.work_seconds + extra)
 
 
 def fastest(ways: Iterable[Busy]) -> Busy:

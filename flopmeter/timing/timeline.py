@@ -231,13 +231,13 @@ class LaunchPrices:
             )
         cached = self._cached[number] if self._cached else 0.0
         clock = self._clock_of(number, cached) if self._clock_of else 1.0
-        (compute, memory, work, latency), kernel_class, few_flops = self._price_at(cost, cached, clock)
+        (compute, memory, work, latency, sms), kernel_class, few_flops = self._price_at(cost, cached, clock)
         ramp = self._hardware.kernel_floor_seconds + latency
         graph = self._launches.graphs[number]
         if graph is not None:
             # The device needs some time from one node of a graph to the next; a kernel takes at least that.
             ramp = max(ramp, self._launches.mode_of(graph).node_seconds - work)
-        return _Priced(work, ramp, kernel_class, (compute, memory), clock, few_flops, Demand(compute, memory))
+        return _Priced(work, ramp, kernel_class, (compute, memory), clock, few_flops, Demand(compute, memory, sms))
 
     def _transfer(self, collective: Collective, price: CollectivePrice) -> Transfer:
         device, transport = self._hardware, cluster_of(self._hardware, self._cluster).intra.transport
