@@ -18,7 +18,7 @@ from flopmeter.costs.contractions.linalg import chain_notes
 from flopmeter.costs.contractions.quantized import group_assumptions
 from flopmeter.costs.contractions.varlen import packed_assumptions
 from flopmeter.costs.data_movement.communication import message_notes
-from flopmeter.costs.host_work import host_work_notes
+from flopmeter.costs.host_work import host_work_notes, staging_notes
 from flopmeter.costs.lookup import implementation_assumptions, uncounted_implementations
 from flopmeter.costs.triton_kernels import triton_assumptions, uncounted_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
@@ -384,11 +384,12 @@ class FlopMeter:
         kernels = on_device(trace, known.costs)
         is_spread = any(kernel.cost.collective and len(kernel.cost.collective.ranks) > 1 for kernel in kernels)
         cluster = cluster_of(device, cluster) if is_spread else None
+        host, ran = self._host or device.host, ran_of(trace, device)
         notes = (
             *self._notes(device), *uncounted_notes(kernels), *uncounted_implementations(kernels),
-            *message_notes(kernels, running), *host_work_notes(trace), *chain_notes(kernels),
+            *message_notes(kernels, running), *host_work_notes(trace),
+            *staging_notes(kernels, host), *chain_notes(kernels),
         )  # fmt: skip
-        host, ran = self._host or device.host, ran_of(trace, device)
         assumed = (
             *in_words(self.assumed), *packed_assumptions(kernels), *group_assumptions(kernels),
             *triton_assumptions(kernels), *implementation_assumptions(kernels),

@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+import flopmeter
 from flopmeter import FlopMeter, load_hardware, on_meta, records
 from flopmeter.ask.serve.engine import with_newest_attention
 from flopmeter.ask.serve.formats import in_formats
@@ -226,6 +227,12 @@ def attend_to_sequences_of_two_lengths() -> None:
     torch.ops.aten._flash_attention_forward(q, q, q, starts, starts, 5, 5, 0.0, False, False)
 
 
+def pinned() -> Report:
+    with flopmeter.cuda("h100-sxm5-80gb") as device:
+        torch.zeros(4).pin_memory().to(device, non_blocking=True)
+    return device.report().step
+
+
 @functools.cache
 def catalogue() -> tuple[Report, ...]:
     trained = metered(train, source=True)
@@ -253,7 +260,7 @@ def catalogue() -> tuple[Report, ...]:
         meters.append(metered(lambda: dist.all_reduce(meta(4))))
     with switched():
         meters.append(metered(convolve))
-    return (*(meter.report() for meter in meters), trained.report(mode="compiled"), counted_by_formulas())
+    return (*(meter.report() for meter in meters), trained.report(mode="compiled"), counted_by_formulas(), pinned())
 
 
 def is_record(value: Any) -> bool:

@@ -19,7 +19,7 @@ from flopmeter.costs.index_arithmetic import (
 )
 from flopmeter.costs.reduce_grid import grid_of
 from flopmeter.costs.scatter import scatter_of
-from flopmeter.records import Access, Call, Scatter, TensorSpec, ThreadGrid
+from flopmeter.records import Access, Call, HostCopy, Scatter, TensorSpec, ThreadGrid
 from flopmeter.torch_names.operators import aten
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -74,7 +74,7 @@ class Walk(NamedTuple):
     index_operations: int = 0
     scatter: Scatter = Scatter()
     grid: ThreadGrid | None = None
-    link_bytes: int = 0
+    link: HostCopy | None = None  # a copy over it
     blocks_host: bool = False
 
     def over(self, operands: Sequence[TensorSpec]) -> Walk:
@@ -121,12 +121,21 @@ def _reduction(call: Call, joining: tuple[int, int]) -> Walk:
 
 def _copy(call: Call) -> Walk:
     """Between host and device over their link, blocking unless asked not to; else a cast, a plain copy or a
-    change of layout."""
+    change of layout.
+
+    Memory of the host that is not page-locked is staged. A new result there is page-locked if nothing waits for it
+    (`_to_copy` in TensorConversions.cpp); in a program that cannot pin memory here, so counts what it does not wait
+    for.
+    """
     is_onto = call.func.overloadpacket in (aten.copy_, aten.copy)
     source = call.inputs[1 if is_onto else 0]
     (target,) = call.outputs
     if source.device != target.device:
-        return Walk(link_bytes=source.nbytes, blocks_host=not call.argument("non_blocking"))
+        waits = not call.argument("non_blocking")
+        is_made = target.device == "cpu" and not is_onto
+        pinned = (source if source.device == "cpu" else target).is_pinned
+        is_staged = waits if is_made or pinned is None else not pinned
+        return Walk(link=HostCopy(source.nbytes, is_staged), blocks_host=waits)
     access: Access | None = "strided" if _order(source) != _order(target) else None
     walked = Walk(access).over((target, source))
     cast = cast_operations(source.dtype, target.dtype) * target.numel

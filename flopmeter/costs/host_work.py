@@ -1,11 +1,14 @@
-"""What a program computes on the CPU beside its device: a prediction gives it no time, and a note says so."""
+"""What a program does on the CPU beside its device, in notes: what it computes takes no time in a prediction; what it
+copies takes the time of a guess."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from flopmeter.costs.lookup import costs_of
-from flopmeter.records import Call, Trace
+from flopmeter.device.hardware import Host
+from flopmeter.records import Call, Kernel, Trace
 from flopmeter.records.collectives import COLLECTIVES
 from flopmeter.torch_names.operators import of_tensors
 
@@ -30,6 +33,17 @@ def host_work_notes(trace: Trace) -> list[str]:
     return [
         f"the program computes on the CPU too, where it reads and writes {nbytes / 1e9:.3g} GB, most of it in "
         f"{max(bytes_by_op, key=bytes_by_op.__getitem__)}: that takes no time in the prediction"
+    ]
+
+
+def staging_notes(kernels: Iterable[Kernel], host: Host) -> list[str]:
+    """Of copies between the device and memory that is not page-locked, which the host copies itself first."""
+    nbytes = sum(kernel.cost.staged_bytes for kernel in kernels)
+    if nbytes < LEAST_BYTES:
+        return []
+    return [
+        f"{nbytes / 1e9:.3g} GB of the host's memory that is not pinned go to the device or come from it: a thread of"
+        f" the host copies them, at {host.copy_gb_per_s:.3g} GB/s ({host.source or 'assumed'})"
     ]
 
 

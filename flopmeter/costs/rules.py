@@ -32,7 +32,6 @@ from flopmeter.records import (
     Convolution,
     ConvolutionWork,
     Cost,
-    HostCopy,
     KernelWork,
     Matmul,
     MatmulWork,
@@ -128,8 +127,8 @@ def make_cost(
         flops, transcendentals = complex_factor * flops, complex_factor * transcendentals
     reads, writes = _touched(call, read, written)
     walked = walk(call)
-    if work is None and walked.link_bytes:
-        work = HostCopy(walked.link_bytes)
+    if work is None and walked.link is not None:
+        work = walked.link
     elif work is None:
         if walks is not None:
             walked = walked.over(walks)

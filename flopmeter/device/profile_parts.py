@@ -131,6 +131,9 @@ class Host(SchemaRecord):
     triton_launch_seconds: a kernel that inductor wrote. 4 to 6 µs of CPU time; 14 in torch 2.0 and 2.1, whose launcher
         is Python. Other kernels in compiled code are called through Python and the dispatcher as in eager code.
     relative_time: of this CPU, by which all of the above are multiplied.
+    copy_gb_per_s: what a thread copies between the program's memory and the driver's page-locked buffers, around a
+        copy over the link to memory that is not page-locked. 8.9 GB/s on the host of an H200 (`validation/traces`:
+        16.8 MB take 1.86 ms beyond the link's time).
     """
 
     launch_seconds: float = field(default=6.5e-6, metadata=by(_seconds))
@@ -139,11 +142,16 @@ class Host(SchemaRecord):
     module_call_seconds: float = field(default=6e-6, metadata=by(_seconds))
     triton_launch_seconds: float = field(default=5e-6, metadata=by(_seconds))
     relative_time: float = field(default=1.0, metadata=by(_factor))
+    copy_gb_per_s: float = field(default=8.9, metadata=by(amount))
     source: str | None = field(default=None, metadata=by(text))
 
     def op_seconds(self, *, is_library: bool) -> float:
         """A call of an op that launches a kernel."""
         return self.relative_time * (self.launch_seconds + (self.library_seconds if is_library else 0.0))
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        return self.copy_gb_per_s * 1e9
 
     @property
     def summary(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 from flopmeter.costs import costs_of
 from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
 from flopmeter.measured import rebuild
-from flopmeter.measured.kineto import OpEvent, Profile, ProfileError, Span, read_profile
+from flopmeter.measured.kineto import DeviceEvent, OpEvent, Profile, ProfileError, Span, read_profile
 from flopmeter.measured.result import NO_KERNEL, Check, CheckRow, UnpricedRow
 from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Clocks, Cost, HostCopy, Switches
@@ -27,6 +27,7 @@ from flopmeter.timing.timeline import KernelPrices, op_seconds
 # How cuBLAS and cuDNN name their kernels; of CUTLASS's in fp32 these are the ones that multiply on Tensor Cores.
 _SIGNS_OF_TF32 = ("tf32", "tensorop_s1688gemm")
 _TO_OR_FROM_HOST = ("HtoD", "DtoH")  # in the names that CUPTI gives to copies
+_STAGED = "Pageable"  # there, of memory that is not page-locked
 _ATEN = "aten::"
 _SECONDS = 1e-9  # of a nanosecond
 _CLOCKS: Mapping[Clocks, str] = {
@@ -123,7 +124,8 @@ class _Prices:
             price = law.price_alone(cost, ran)
         else:
             price = KernelPrices(self.device, switches)(cost, 0.0, 1.0, ran)
-        return price.busy.seconds + self.device.kernel_floor_seconds
+        staging = cost.staged_bytes / self.device.host.copy_bytes_per_s  # which a profile has in the copy's own time
+        return price.busy.seconds + self.device.kernel_floor_seconds + staging
 
 
 @dataclass
@@ -150,14 +152,12 @@ class _Pricer:
         if self.profile.is_cuda and not launched:
             self._launched_nothing += 1
             return
-        crosses_link = bool(launched) and all(
-            one.is_copy and any(way in one.name for way in _TO_OR_FROM_HOST) for one in launched
-        )
+        is_staged = _is_staged(launched)
         is_tf32 = any(sign in one.name.lower() for one in launched for sign in _SIGNS_OF_TF32)
         ran = _library_kernel(one.name for one in launched)
-        key = (event.name, event.inputs, crosses_link, is_tf32, ran)
+        key = (event.name, event.inputs, is_staged, is_tf32, ran)
         if key not in self._known:
-            self._known[key] = self._predicted(event, crosses_link, is_tf32, ran)
+            self._known[key] = self._predicted(event, is_staged, is_tf32, ran)
         nanoseconds = self._measured(event)
         if isinstance(self._known[key], str):  # then the ops that it called may be predicted
             for part in (op for child in event.children for op in rebuild.find_ops(child)):
@@ -275,13 +275,13 @@ class _Pricer:
 
     # --- one call ---
 
-    def _predicted(self, event: OpEvent, crosses_link: bool, is_tf32: bool, ran: NamedKernel) -> _Prediction | str:
+    def _predicted(self, event: OpEvent, is_staged: bool | None, is_tf32: bool, ran: NamedKernel) -> _Prediction | str:
         try:
             arguments = rebuild.arguments_of(event, self._dtype_in_lists)
             calls = self._recorded(arguments)
             costs = [cost for call in calls for cost in costs_of(call)]
-            if crosses_link:
-                costs = [replace(cost, work=HostCopy(cost.bytes_written)) for cost in costs]
+            if is_staged is not None:
+                costs = [replace(cost, work=HostCopy(cost.bytes_written, is_staged)) for cost in costs]
             prediction = _priced(event, calls, costs, self._prices, ran, Switches(is_tf32, is_tf32, False))
         except (rebuild.NotRebuilt, HardwareError) as reason:
             return str(reason)
@@ -294,6 +294,13 @@ class _Pricer:
         before = len(self.meter.trace.ops)
         unrun = rebuild.run(arguments)
         return [unrun] if unrun is not None else [op.call for op in self.meter.trace.ops[before:]]
+
+
+def _is_staged(launched: list[DeviceEvent]) -> bool | None:
+    """Whether copies over the link, if these are nothing else, are from or to memory that is not page-locked."""
+    if not launched or not all(one.is_copy and any(way in one.name for way in _TO_OR_FROM_HOST) for one in launched):
+        return None
+    return any(_STAGED in one.name for one in launched)
 
 
 def _library_kernel(names: Iterable[str]) -> NamedKernel:

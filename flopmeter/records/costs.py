@@ -103,6 +103,11 @@ class Cost:
         return self.work.link_bytes if isinstance(self.work, HostCopy) else 0
 
     @property
+    def staged_bytes(self) -> int:
+        """Those among them that the host copies itself, too."""
+        return self.work.link_bytes if isinstance(self.work, HostCopy) and self.work.is_staged else 0
+
+    @property
     def masked_flops(self) -> int:
         """FLOPs of a causal or windowed mask: they are in `flops`, but the kernel skips them."""
         return self.work.masked_flops if isinstance(self.work, AttentionWork) else 0

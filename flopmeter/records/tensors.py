@@ -23,6 +23,7 @@ class TensorSpec(NamedTuple):
     device: str  # device type
     held_bytes: int | None = None  # by a sparse or nested tensor: values and indices; the strides are dense ones
     held_values: int | None = None  # elements among them, of a sparse tensor; a block counts each of its own
+    is_pinned: bool | None = None  # of the host's memory in a copy: whether it is page-locked; None: not known
 
     @property
     def numel(self) -> int:

@@ -249,6 +249,7 @@ class HostCopy(NamedTuple):
     """A copy between host and device, over their link."""
 
     link_bytes: int
+    is_staged: bool = False  # a thread of the host copies to or from a page-locked buffer, since the memory is not
 
 
 class Collective(NamedTuple):

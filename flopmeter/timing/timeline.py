@@ -283,7 +283,7 @@ def _host_steps(launches: Launches, host: Host) -> list[float]:
 
 def op_seconds(cost: Cost, host: Host) -> float:
     """What the call of an op costs the host. Products, convolutions and fused attention are kernels of libraries."""
-    return host.op_seconds(is_library=cost.macs > 0)
+    return host.op_seconds(is_library=cost.macs > 0) + cost.staged_bytes / host.copy_bytes_per_s
 
 
 def _compiled_seconds(cost: Cost, host: Host) -> float:

@@ -16,6 +16,8 @@ from flopmeter.known_values.values import no_modes
 from flopmeter.records import Call, FlexBody, OpsBody, TensorSpec, TritonBody
 from flopmeter.records.sparse_layouts import COMPRESSED, held_values, pointers_and_indices
 
+_COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.copy)  # also between host and device
+_TRUE_IS_PINNED = Tensor.is_pinned
 _NUMBERS = frozenset((int, float, bool))
 
 
@@ -32,7 +34,14 @@ def spec_of(tensor: Tensor, storage: int, asked_by: OpOverload) -> TensorSpec:
     if not has_strides(tensor):
         return unstrided_spec(tensor, storage)
     shape, stride, offset = plain((tensor.shape, tensor.stride(), tensor.storage_offset()), asked_by)
-    return TensorSpec(shape, stride, tensor.dtype, storage, offset, tensor.device.type)
+    device = tensor.device.type
+    is_pinned = _is_pinned(tensor) if device == "cpu" and asked_by.overloadpacket in _COPIES else None
+    return TensorSpec(shape, stride, tensor.dtype, storage, offset, device, is_pinned=is_pinned)
+
+
+def _is_pinned(tensor: Tensor) -> bool | None:
+    """None where no stand-in for a GPU is there that could pin memory."""
+    return None if Tensor.is_pinned is _TRUE_IS_PINNED else tensor.is_pinned()
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

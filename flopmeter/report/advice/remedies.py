@@ -257,8 +257,8 @@ def batches_made_between(report: Report) -> Iterator[Proposal]:
 
 @remedy
 def blocking_copies(report: Report) -> Iterator[Proposal]:
-    """Copies to the device from memory that is not pinned: the host waits until they are done. Outside of modules they
-    are batches; a module that copies has made a tensor on the host."""
+    """Copies to the device from memory that is not pinned: the host copies it first, or waits until they are done.
+    Outside of modules they are batches; a module that copies has made a tensor on the host."""
     copies = [kernel for kernel in report.kernels if _is_blocking_copy(kernel, trace_of(report).device)]
     outside = [kernel for kernel in copies if not kernel.op.module]
     yield from _not_waiting(report, outside, "DataLoader(pin_memory=True) and .to(device, non_blocking=True)")
@@ -272,9 +272,11 @@ def _not_waiting(report: Report, copies: list[Kernel], remedy: str) -> Iterator[
     if not blocking:
         return
     put_in = {index: _without_waiting(op) for index, op in enumerate(trace.ops) if id(op) in blocking}
+    waits = any(kernel.cost.blocks_host for kernel in copies)
+    why = "the host waits for each copy to be done" if waits else "the host copies to pinned memory first"
     yield Proposal(
         f"all that the host sends after {counted(len(copies), 'copy', 'copies')}", everything,
-        "the host waits for each copy to be done", remedy, priced(report, with_ops(trace, (), put_in)),
+        why, remedy, priced(report, with_ops(trace, (), put_in)),
         where=modules_and_lines(copies),
     )  # fmt: skip
 
@@ -283,7 +285,7 @@ def _is_blocking_copy(kernel: Kernel, device: str) -> bool:
     cost, call = kernel.cost, kernel.op.call
     target = call.outputs[0] if call.outputs else call.inputs[0]
     can_go_on = call.get("non_blocking") is not None
-    return bool(cost.link_bytes and cost.blocks_host and target.device == device and can_go_on)
+    return bool(cost.link_bytes and (cost.blocks_host or cost.staged_bytes) and target.device == device and can_go_on)
 
 
 def _without_waiting(op: Op) -> Op:
@@ -291,7 +293,8 @@ def _without_waiting(op: Op) -> Op:
     place = names.index("non_blocking") if "non_blocking" in names else len(op.call.args)
     args = tuple(True if number == place else value for number, value in enumerate(op.call.args))
     kwargs = dict(op.call.kwargs) if place < len(args) else {**op.call.kwargs, "non_blocking": True}
-    return op._replace(call=dataclasses.replace(op.call, args=args, kwargs=kwargs))
+    inputs = tuple(spec._replace(is_pinned=True) if spec.device == "cpu" else spec for spec in op.call.inputs)
+    return op._replace(call=dataclasses.replace(op.call, args=args, kwargs=kwargs, inputs=inputs))
 
 
 @remedy
