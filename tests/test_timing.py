@@ -376,10 +376,10 @@ def test_a_filter_that_fills_a_step_of_the_main_loop_runs_on_hoppers_own_kernels
 # card, rows and columns; 26 (softmax) and 38 (layer norm) pass before the launch (scripts/validate_neusight.py).
 BEFORE_LAUNCH = {"softmax": 26, "layer_norm": 38}
 MEASURED_ROWS = {
-    ("softmax", "v100-pcie-32gb", 32768, 8192): 5360,
-    ("softmax", "v100-pcie-32gb", 65536, 4096): 3127,
-    ("softmax", "a100-pcie-40gb", 2097152, 2048): 26373,
+    ("softmax", "v100-pcie-32gb", 65536, 512): 344,
+    ("softmax", "a100-pcie-40gb", 327680, 1024): 1976,
     ("softmax", "a100-pcie-40gb", 32768, 10240): 2692,
+    ("softmax", "t4", 32768, 1024): 1255,
     ("softmax", "p100-pcie-16gb", 327680, 1024): 5141,
     ("layer_norm", "p100-pcie-16gb", 131072, 2048): 6641,
     ("layer_norm", "p100-pcie-16gb", 16384, 4096): 1679,
@@ -391,7 +391,8 @@ MEASURED_ROWS = {
 
 def test_nine_of_ten_row_kernels_take_what_was_measured_to_a_fifth():
     """From rows that stay in registers or in the cache to rows that are read two or three times, and short ones whose
-    threads do little but combine what they have."""
+    threads do little but combine what they have. (Softmax of 1,025 to 9,216 elements had other kernels in torch 2.1.)
+    """
     errors = {}
     for (operator, device, rows, columns), measured in MEASURED_ROWS.items():
         x = meta(rows, columns, dtype=torch.float32)

@@ -12,7 +12,7 @@ from flopmeter.timing.kernels import price
 
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
-H100 = "h100-sxm5-80gb"
+H100, H200 = "h100-sxm5-80gb", "h200-sxm-141gb"
 
 
 def last(program, device=H100):
@@ -108,6 +108,39 @@ def test_a_group_norm_takes_about_what_an_h100_takes(shape, forward, backward):
 def test_the_gradient_of_a_softmax_takes_about_what_an_h100_takes(op, shape, dtype, microseconds):
     x = torch.empty(shape, dtype=dtype, device="meta")
     assert last(lambda: op(x, torch.empty_like(x), -1, dtype)).seconds * 1e6 == pytest.approx(microseconds, rel=0.1)
+
+
+# Rows of `validation/traces`: h100_kernels_norm, on whose rows the operations are set; h200_kernels_norm and two models,
+# whose rows set nothing.
+SOFTMAX = [
+    (H100, (1_000_000, 32), BF16, 102.4),
+    (H100, (65536, 320), FP32, 54.4),
+    (H100, (256, 768), BF16, 4.8),  # too few to hide what one row takes
+    (H100, (4096, 4096), BF16, 55.7),
+    (H100, (3137, 3137), FP32, 41.7),
+    (H100, (4096, 4, 49, 49), FP32, 133.4),  # Swin
+    (H100, (4096, 3, 64, 64), FP32, 139.3),  # Swin V2
+    (H200, (300_000, 64), FP32, 43.9),
+    (H200, (50_000, 192), BF16, 19.1),
+    (H200, (500, 1024), FP32, 4.3),
+    (H200, (12288, 1280), FP32, 34.1),
+    (H200, (6000, 2560), BF16, 61.9),
+    (H200, (3000, 5120), FP32, 51.1),
+]
+
+
+@pytest.mark.parametrize(("device", "shape", "dtype", "microseconds"), SOFTMAX)
+def test_a_softmax_takes_about_what_was_measured(device, shape, dtype, microseconds):
+    """A warp for rows of 32 to 2,048 elements, a block for longer ones, each with its own operations."""
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    timing = last(lambda: aten._softmax(x, -1, False), device)
+    assert timing.seconds * 1e6 == pytest.approx(microseconds, rel=0.2)
+
+
+def test_a_logarithm_spares_the_division_of_each_element():
+    x = torch.empty(1_000_000, 32, dtype=BF16, device="meta")
+    plain, log = (last(lambda op=op: op(x, -1, False)).seconds for op in (aten._softmax, aten._log_softmax))
+    assert log < 0.95 * plain
 
 
 def priced(*rereads, nbytes=2**30):

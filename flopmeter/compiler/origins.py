@@ -15,7 +15,7 @@ from flopmeter.compiler import flex
 from flopmeter.compiler.known import before
 from flopmeter.compiler.regions import Sizes, looks_up
 from flopmeter.costs import RULES, costs_of
-from flopmeter.costs.arithmetic import normalization
+from flopmeter.costs.arithmetic import normalization, softmax
 from flopmeter.costs.contractions import matmul
 from flopmeter.costs.traffic import is_view
 from flopmeter.known_values import DataDependentError
@@ -236,7 +236,7 @@ def _kept_class(target: Any, original: Any) -> str | None:
     if not isinstance(original, OpOverload):
         return None
     found = RULES.get(original) or RULES.get(original.overloadpacket)
-    if found is not None and found.__module__ == normalization.__name__:
+    if found is not None and found.__module__ in (normalization.__name__, softmax.__name__):
         return NORMALIZATION
     is_product = found is not None and found.__module__ == matmul.__name__
     return CONTRACTION if is_product and target.overloadpacket in (aten.mul, aten.sum) else None

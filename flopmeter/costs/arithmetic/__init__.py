@@ -9,4 +9,5 @@ from flopmeter.costs.arithmetic import (  # noqa: F401  (they fill RULES)
     pointwise,
     reduction,
     resampling,
+    softmax,
 )

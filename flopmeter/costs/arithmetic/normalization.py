@@ -1,4 +1,4 @@
-"""Statistical normalization: softmax, layer, batch, group and RMS norms.
+"""Statistical normalization: layer, batch, group and RMS norms (softmax.py has the softmax).
 
 FLOPs per element; the statistics' own work per row or channel is left out, as in the paper's table.
 """
@@ -7,21 +7,15 @@ from __future__ import annotations
 
 from math import ceil, prod
 
-import torch
-
 from flopmeter.costs.index_arithmetic import index_operations
-from flopmeter.costs.rules import make_cost, rule, scratch
-from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Call, Cost, Reread, TensorSpec, ThreadGrid
+from flopmeter.costs.rules import make_cost, rule
+from flopmeter.records import NORMALIZATION, Call, Cost, Reread, TensorSpec, ThreadGrid
 from flopmeter.records.memory_format import dense_strides, is_channels_last
 from flopmeter.records.powers_of_two import power_of_two_from, power_of_two_up_to
 from flopmeter.torch_names.operators import aten
 
-# torch's CUDA kernels (aten/src/ATen/native/cuda): softmax keeps rows of up to 1024 elements in registers
-# (PersistentSoftmax.cuh) and walks longer ones with a block of 16-byte loads per thread, once for the
-# maximum, once for the sum and once for the result (SoftMax.cu); layer norm has 128 threads a row, which
-# read it once for the statistics and once for the result (layer_norm_kernel.cu). On AMD a row of a long softmax has a
-# full block, as a trace on an MI300X shows (AMD-AGI/TraceLens).
-SOFTMAX_ROW_IN_REGISTERS = 1024
+# torch's CUDA kernels (aten/src/ATen/native/cuda): layer norm has 128 threads a row, which read it once for the
+# statistics and once for the result (layer_norm_kernel.cu).
 LAYER_NORM_THREADS = 128
 LAYER_NORM_ELEMENTS = 4  # of a load
 PLAIN_THREADS = 256  # of blocks that load one element at a time (kCUDANumThreads in block_reduce.cuh)
@@ -30,15 +24,11 @@ AMD_BLOCK_THREADS = 256  # the same (MAX_BLOCK_SIZE in Normalization.cuh)
 LOAD_BYTES = 16
 WARP_THREADS = 32
 AMD_WARP_THREADS = 64
-AMD_SOFTMAX_THREADS = 1024
-SPATIAL_THREADS = 1024  # of a block over another dimension than the last
-WIDE_ROWS = 64  # several threads share rows of so many elements if no more rows lie beside each other
 # Operations of each thread besides those on its elements: the partial results of 32 lanes and of several warps are
 # combined in steps of a shuffle, a division and a few multiply-adds (WelfordOps, BlockReduce), twice or three times a
 # row. Layer norm and softmax in NeuSight's measurements (Lee et al., ASPLOS 2025; five cards) are met equally well with
 # 250 to 450; image models on RTX 3090 and 4090 (pytorch-image-models, results/) imply 300.
 OPERATIONS_TO_COMBINE = 350
-STEPS_OF_WARP = 5  # of a shuffle: 32 lanes, then 16, down to one
 # The same where no mean is subtracted, or sums of products are taken: a shuffle and an addition in each step. Kernels
 # over a million rows of 32 elements, one block each, take .65 to .8 of a millisecond, and 1.1 to 1.5 with a mean (H100
 # SXM, torch 2.11, 2026-11: validation/traces).
@@ -74,45 +64,6 @@ ELEMENT_OPERATIONS = 10
 # (h100_kernels_vision) 40 to 60. cuDNN's for channels-last has 13 blocks of 512 threads for each image.
 APPLYING_OPERATIONS = 45
 CUDNN_BLOCKS_OF_IMAGE = 13
-
-
-@rule(aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax)  # the last two where `out=` is given
-def softmax(call: Call) -> Cost:
-    """Subtract the maximum, exp, sum, divide (log: subtract the logarithm): 4; the maximum is 0."""
-    (x,) = call.inputs
-    rereads, grid = _softmax_threads(call, x, 2)
-    return make_cost(call, NORMALIZATION, 4 * x.numel, transcendentals=x.numel, rereads=rereads, grid=grid)
-
-
-@rule(aten._safe_softmax)
-def safe_softmax(call: Call) -> tuple[Cost, ...]:
-    """A softmax, then 0 for each row that is masked throughout: which elements are -inf, which rows have no others,
-    and the choice (aten/src/ATen/native/SoftMax.cpp)."""
-    (x,), (out,) = call.inputs, call.outputs
-    made, masked = scratch(out, 1), scratch(x._replace(dtype=torch.bool), 2)
-    dim = call.argument("dim") % max(1, len(x.shape))
-    of_row = (size if place != dim else 1 for place, size in enumerate(x.shape))
-    rows = scratch(masked._replace(shape=tuple(of_row)), 3)
-    n = x.numel
-    rereads, grid = _softmax_threads(call, x, 2)
-    return (
-        make_cost(call, NORMALIZATION, 4 * n, transcendentals=n, written=(made,), rereads=rereads, grid=grid),
-        make_cost(call, ELEMENTWISE, written=(masked,)),
-        make_cost(call, REDUCTION, read=(masked,), written=(rows,)),
-        make_cost(call, ELEMENTWISE, read=(made, rows)),
-    )
-
-
-@rule(aten._softmax_backward_data, aten._log_softmax_backward_data)
-def softmax_backward(call: Call) -> Cost:
-    """y·dy, its sum, subtract, multiply: 4 (log: sum of dy, exp, multiply, subtract). A kernel of its own multiplies y
-    and dy (softmax_backward_cuda_out in SoftMax.cu); of a long row, what is summed up is read again."""
-    grad = call.argument("grad_output")
-    n = grad.numel
-    rereads, grid = _softmax_threads(call, grad, 1)
-    if call.func.overloadpacket is aten._log_softmax_backward_data:
-        return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n, rereads=rereads, grid=grid)
-    return make_cost(call, NORMALIZATION, 4 * n, rereads=(*rereads, _as_kernel(_whole_reread(grad, 3))), grid=grid)
 
 
 @rule(aten.native_layer_norm)
@@ -306,37 +257,6 @@ def _is_training(call: Call) -> bool:
     if packet in (aten._native_batch_norm_legit_no_training, aten._batch_norm_no_update):
         return False
     return bool(call.argument("training"))
-
-
-def _softmax_threads(call: Call, x: TensorSpec, passes: int) -> tuple[tuple[Reread, ...], ThreadGrid | None]:
-    """Rows that a kernel reads again `passes` times, and its grid where a thread walks them alone. Threads of a warp
-    hold a short row in registers: as many as it has elements, at most all of them (PersistentSoftmax.cuh). A block
-    reads a longer one again."""
-    dim = call.argument("dim") % max(1, len(x.shape))
-    columns, inner = prod(x.shape[dim : dim + 1]), prod(x.shape[dim + 1 :])
-    rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
-    if inner > 1:
-        return (Reread(passes * x.nbytes, rows, row_bytes, 1),), _softmax_grid(rows // inner, columns, inner, passes)
-    if columns <= SOFTMAX_ROW_IN_REGISTERS:
-        lanes = power_of_two_from(columns)
-        threads, amd_threads = min(lanes, WARP_THREADS), min(lanes, AMD_WARP_THREADS)
-        steps = threads.bit_length() - 1  # of a shuffle
-        combining = OPERATIONS_TO_COMBINE * steps // STEPS_OF_WARP
-        return (Reread(0, rows, row_bytes, threads, combining, 1, amd_threads),), None
-    loads = min(1024, row_bytes // LOAD_BYTES)
-    threads = max(WARP_THREADS, power_of_two_up_to(loads - 1))  # in [loads / 2, loads)
-    accesses = (1 + passes) * ceil(row_bytes / (threads * LOAD_BYTES))
-    block = Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, AMD_SOFTMAX_THREADS)
-    return (block,), None
-
-
-def _softmax_grid(outer: int, columns: int, inner: int, passes: int) -> ThreadGrid:
-    """Over another dimension than the last: threads beside each other take neighbouring rows, and several threads a row
-    only where there are few (SpatialSoftMax_getBlockSize in SoftMax.cu)."""
-    across, along = min(inner, SPATIAL_THREADS), 1
-    while across <= WIDE_ROWS <= columns and 2 * along <= min(columns, SPATIAL_THREADS // across):
-        along *= 2
-    return ThreadGrid(outer * ceil(inner / across), across * along, (1 + passes) * ceil(columns / along))
 
 
 def _row_rereads(call: Call, x: TensorSpec, tensors: int, operations: int) -> tuple[Reread, ...]:

@@ -1,0 +1,125 @@
+"""Softmax and its logarithm, forward and backward, by the kernels of torch (aten/src/ATen/native/cuda): a warp for a
+row that its registers hold (PersistentSoftmax.cuh), a block for a longer one (SoftMax.cu)."""
+
+from __future__ import annotations
+
+from math import ceil, prod
+from typing import NamedTuple
+
+import torch
+
+from flopmeter.costs.rules import make_cost, rule, scratch
+from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Call, Cost, Reread, TensorSpec, ThreadGrid
+from flopmeter.records.powers_of_two import power_of_two_from, power_of_two_up_to
+from flopmeter.torch_names.operators import aten
+
+WARP_THREADS = 32
+MOST_THREADS = 1024  # of a block
+LOAD_BYTES = 16
+MULTIPLYING_THREADS = 512
+WIDE_ROWS = 64  # several threads share rows of so many elements if no more rows lie beside each other
+NARROW_OPERATIONS = 24  # more on an element of two bytes, which are converted to fp32 and back
+# Two numbers of each thread are combined with those of other lanes in five steps of a shuffle, which counts as four
+# operations (an SM does them for 32 threads in a cycle, arithmetic for 128), and an addition.
+OPERATIONS_TO_COMBINE = 25
+STEPS_OF_WARP = 5  # 32 lanes, then 16, down to one
+# A block of 1024 threads does so in two stages, and computes each exponential twice.
+REGISTER_ELEMENT_OPERATIONS = 72
+# Where a block reads its row again it waits for 32 lanes and for several warps, each time. On AMD each row of a long
+# softmax has a full block, as a trace on an MI300X shows (AMD-AGI/TraceLens).
+OPERATIONS_OF_BLOCK = 350
+
+
+class _Kernels(NamedTuple):
+    """Those of one direction. Operations on an element count its load, its store and their addresses."""
+
+    passes: int  # over a row that no registers hold, after the first
+    longest_in_warp: int
+    longest_in_block: int  # whose registers hold it; 0: there is no such kernel
+    element_operations: int  # of a warp's thread, in fp32
+
+
+# Set on rows of 32 to 1,024 elements in bf16 and fp32 (H100 SXM, torch 2.11, 2026-11: validation/traces,
+# h100_kernels_norm), those of a block on rows of 4,096, and fp32 also on an A100, which a thousand elements keep at its
+# memory's rate ([NeuSight]). torch 2.1 had other kernels for rows of more than 1,024.
+FORWARD = _Kernels(2, 2048, 9216, 24)
+FORWARD_LOG = FORWARD._replace(element_operations=12)  # no division
+BACKWARD = _Kernels(1, 1024, 0, 8)  # no exponential
+BACKWARD_LOG = BACKWARD._replace(element_operations=12)
+
+
+@rule(aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax)  # the last two where `out=` is given
+def softmax(call: Call) -> Cost:
+    """Subtract the maximum, exp, sum, divide (log: subtract the logarithm): 4; the maximum is 0."""
+    (x,) = call.inputs
+    is_log = call.func.overloadpacket in (aten._log_softmax, aten.log_softmax)
+    rereads, grid = _threads(call, x, FORWARD_LOG if is_log else FORWARD)
+    return make_cost(call, NORMALIZATION, 4 * x.numel, transcendentals=x.numel, rereads=rereads, grid=grid)
+
+
+@rule(aten._safe_softmax)
+def safe_softmax(call: Call) -> tuple[Cost, ...]:
+    """A softmax, then 0 for each row that is masked throughout: which elements are -inf, which rows have no others,
+    and the choice (aten/src/ATen/native/SoftMax.cpp)."""
+    (x,), (out,) = call.inputs, call.outputs
+    made, masked = scratch(out, 1), scratch(x._replace(dtype=torch.bool), 2)
+    dim = call.argument("dim") % max(1, len(x.shape))
+    of_row = (size if place != dim else 1 for place, size in enumerate(x.shape))
+    rows = scratch(masked._replace(shape=tuple(of_row)), 3)
+    n = x.numel
+    rereads, grid = _threads(call, x, FORWARD)
+    return (
+        make_cost(call, NORMALIZATION, 4 * n, transcendentals=n, written=(made,), rereads=rereads, grid=grid),
+        make_cost(call, ELEMENTWISE, written=(masked,)),
+        make_cost(call, REDUCTION, read=(masked,), written=(rows,)),
+        make_cost(call, ELEMENTWISE, read=(made, rows)),
+    )
+
+
+@rule(aten._softmax_backward_data, aten._log_softmax_backward_data)
+def softmax_backward(call: Call) -> Cost:
+    """y·dy, its sum, subtract, multiply: 4 (log: sum of dy, exp, multiply, subtract). A kernel of its own multiplies y
+    and dy (softmax_backward_cuda_out in SoftMax.cu); of a long row, what is summed up is read again."""
+    grad = call.argument("grad_output")
+    n = grad.numel
+    if call.func.overloadpacket is aten._log_softmax_backward_data:
+        rereads, grid = _threads(call, grad, BACKWARD_LOG)
+        return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n, rereads=rereads, grid=grid)
+    rereads, grid = _threads(call, grad, BACKWARD)
+    multiplying = Reread(3 * grad.nbytes, 1, 3 * grad.nbytes, MULTIPLYING_THREADS, is_kernel=True)
+    return make_cost(call, NORMALIZATION, 4 * n, rereads=(*rereads, multiplying), grid=grid)
+
+
+def _threads(call: Call, x: TensorSpec, kernels: _Kernels) -> tuple[tuple[Reread, ...], ThreadGrid | None]:
+    """The rows of the kernel for rows like those of `x`, and its grid where a thread walks them alone."""
+    dim = call.argument("dim") % max(1, len(x.shape))
+    columns, inner = prod(x.shape[dim : dim + 1]), prod(x.shape[dim + 1 :])
+    rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
+    again = kernels.passes * x.nbytes
+    if inner > 1:
+        return (Reread(again, rows, row_bytes, 1),), _grid(rows // inner, columns, inner, kernels.passes)
+    narrow = NARROW_OPERATIONS if x.dtype.itemsize < torch.float32.itemsize else 0
+    combining = kernels.passes * OPERATIONS_TO_COMBINE  # as many numbers as there are passes
+    if columns <= kernels.longest_in_warp:
+        lanes = power_of_two_from(columns)
+        threads = min(lanes, WARP_THREADS)
+        steps = threads.bit_length() - 1
+        operations = combining * steps // STEPS_OF_WARP
+        operations += (kernels.element_operations + narrow) * ceil(columns / threads)
+        return (Reread(0, rows, row_bytes, threads, operations, 1),), None
+    if columns <= kernels.longest_in_block:
+        operations = 2 * combining + REGISTER_ELEMENT_OPERATIONS * ceil(columns / MOST_THREADS)
+        return (Reread(0, rows, row_bytes, MOST_THREADS, operations, 1),), None
+    loads = min(MOST_THREADS, row_bytes // LOAD_BYTES)
+    threads = max(WARP_THREADS, power_of_two_up_to(loads - 1))  # in [loads / 2, loads)
+    accesses = (1 + kernels.passes) * ceil(row_bytes / (threads * LOAD_BYTES))
+    return (Reread(again, rows, row_bytes, threads, OPERATIONS_OF_BLOCK, accesses, MOST_THREADS),), None
+
+
+def _grid(outer: int, columns: int, inner: int, passes: int) -> ThreadGrid:
+    """Over another dimension than the last: threads beside each other take neighbouring rows, and several threads a row
+    only where there are few (SpatialSoftMax_getBlockSize in SoftMax.cu)."""
+    across, along = min(inner, MOST_THREADS), 1
+    while across <= WIDE_ROWS <= columns and 2 * along <= min(columns, MOST_THREADS // across):
+        along *= 2
+    return ThreadGrid(outer * ceil(inner / across), across * along, (1 + passes) * ceil(columns / along))
