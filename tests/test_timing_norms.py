@@ -110,8 +110,8 @@ def test_the_gradient_of_a_softmax_takes_about_what_an_h100_takes(op, shape, dty
     assert last(lambda: op(x, torch.empty_like(x), -1, dtype)).seconds * 1e6 == pytest.approx(microseconds, rel=0.1)
 
 
-# Rows of `validation/traces`: h100_kernels_norm, on whose rows the operations are set; h200_kernels_norm and two models,
-# whose rows set nothing.
+# Rows of `validation/traces`: h100_kernels_norm, on whose rows the operations are set; h200_kernels_norm and two
+# models, whose rows set nothing.
 SOFTMAX = [
     (H100, (1_000_000, 32), BF16, 102.4),
     (H100, (65536, 320), FP32, 54.4),
