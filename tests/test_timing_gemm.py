@@ -348,3 +348,30 @@ def test_padding_the_vocabulary_saves_on_an_a100_what_was_measured():
     faster."""
     odd, padded = (sum(seconds(last_layer(12 * 1024, 768, words), "a100-sxm4-80gb")) for words in (50257, 50304))
     assert 1e3 * (odd - padded) == pytest.approx(135 - 135 / 1.25, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "is_slower"),
+    [
+        ("h100-sxm5-80gb", torch.float32, True),
+        ("h100-sxm5-80gb", torch.bfloat16, False),
+        ("a100-sxm4-80gb", torch.float32, False),
+    ],
+)
+def test_a_gradient_of_weights_in_tf32_has_no_kernel_of_hoppers_own(device, dtype, is_slower):
+    """Of 8,192 tokens, 512 and 2,048 wide: 99 µs by Ampere's kernel on an H100 (validation/traces,
+    h100_encoder_tf32_train), where the same product with its rows along the depth takes half of that."""
+    gradient, x = (torch.empty(8192, width, dtype=dtype, device="meta") for width in (512, 2048))
+    along = torch.empty(512, 8192, dtype=dtype, device="meta")
+
+    def seconds(left):
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            with torch.inference_mode(), FlopMeter(device, clocks="burst") as meter:
+                left @ x
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = False
+        (timing,) = meter.report().timings
+        return timing.seconds
+
+    assert (seconds(gradient.t()) > 1.3 * seconds(along)) is is_slower

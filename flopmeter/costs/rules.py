@@ -166,7 +166,7 @@ def make_contraction(
     More decides the time of a convolution, a recurrence, groups or fused attention: see the functions below.
     """
     products = tuple(matmuls)
-    work = MatmulWork(products, macs_of(call, products), alignment_bytes(call))
+    work = MatmulWork(products, macs_of(call, products), alignment_bytes(call), across_depth=_lies_across_depth(call))
     return make_product(call, work, extra=extra, read=read, written=written, transcendentals=transcendentals)
 
 
@@ -261,6 +261,15 @@ def _touched(
         for by_law, given in zip(law, (read, written), strict=True)
     )
     return reads, writes
+
+
+def _lies_across_depth(call: Call) -> bool:
+    """Whether the last two operands, where they are the factors, are both stored with the depth outside."""
+    matrices = [spec for spec in call.inputs if len(spec.shape) >= 2][-2:]
+    if len(matrices) < 2 or matrices[0].shape[-1] != matrices[1].shape[-2]:
+        return False
+    left, right = matrices
+    return left.stride[-1] != 1 and right.stride[-2] != 1 and min(*left.shape[-2:], right.shape[-1]) > 1
 
 
 def alignment_bytes(call: Call) -> int:

@@ -134,6 +134,7 @@ class MatmulWork(NamedTuple):
     alignment_bytes: int  # of the rows of the operands: the largest power of two, at most 16
     may_pad: bool = False  # inductor copies unaligned operands to aligned rows where that pays
     unpacks_weights: bool = False  # by a server's kernel, from fewer bits than it multiplies
+    across_depth: bool = False  # neighbours in memory lie across the depth in both operands, as in gradients of weights
 
 
 class GroupedMatmulWork(NamedTuple):

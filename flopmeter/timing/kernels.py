@@ -74,6 +74,8 @@ from flopmeter.timing.matmul import (
     unpacking,
 )
 
+TF32_BYTES = 4  # an operand's element: the only type of so many that matrix units multiply
+
 
 class Price(NamedTuple):
     """How long a kernel keeps arithmetic and memory busy, and its class, which has an error band."""
@@ -166,6 +168,9 @@ def _matmuls(
         return unpacking(work.matmul, constants.UNPACKING[work.bits], moved, rates), "small product"
     if isinstance(work, GroupedMatmulWork):
         return side_by_side(work.matmuls, moved, rates), "grouped product"
+    if isinstance(work, MatmulWork) and work.across_depth and peak.unit == "matrix" and moved.item_bytes == TF32_BYTES:
+        # `wgmma` turns operands of 16 bits alone around (PTX ISA, "Strides" of its matrices in shared memory).
+        rates = rates.slowed(ampere_kernel_share(hardware)) if is_hopper(hardware) else rates
     slow = _for_rows(work.alignment_bytes, rates, hardware) if peak.unit == "matrix" else rates
     if isinstance(work, RecurrentWork):
         return _recurrent(work, moved, slow, hardware), "recurrent product"
