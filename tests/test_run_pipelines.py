@@ -166,3 +166,21 @@ def test_a_rank_begins_with_modules_of_its_own_as_a_process_does(tmp_path, capsy
         capsys.readouterr().err
     )
     assert not [name for name in set(sys.modules) - before if name.partition(".")[0] == "stages"]
+
+
+FAILS_FIRST = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+if dist.get_rank():
+    raise RuntimeError("a stage failed")
+dist.recv_object_list([None], 1)
+"""
+
+
+def test_the_error_of_a_rank_is_told_and_not_that_others_wait_for_it(tmp_path, capsys):
+    (tmp_path / "fails.py").write_text(FAILS_FIRST)
+    assert main(["run", "--hardware", "h100-sxm5-80gb", "--gpus", "2", str(tmp_path / "fails.py")]) == 1
+    err = capsys.readouterr().err
+    assert "RuntimeError: a stage failed\n" in err
+    assert "fails.py ended with RuntimeError" in err
+    assert "would hang" not in err
