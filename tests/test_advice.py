@@ -796,6 +796,22 @@ def test_norms_that_are_written_out_in_fp32_and_losses_under_autocast_are_no_str
         assert not any("there too" in advice.remedy for advice in meter.report().advice)
 
 
+@pytest.mark.parametrize("under_autocast", [False, True])
+def test_norms_with_narrow_weights_are_not_told_to_run_inside_of_autocast_which_has_them_in_fp32(under_autocast):
+    """As FSDP's mixed precision and autocast together have them; a model in bf16 needs no autocast."""
+    with torch.device("meta"):
+        parts = (part for _ in range(4) for part in (nn.LayerNorm(2048), nn.Linear(2048, 2048)))
+        model, x = nn.Sequential(*parts).bfloat16(), torch.empty(16_384, 2048, dtype=torch.bfloat16)
+    with FlopMeter(H100) as meter:
+        with torch.autocast("cuda", torch.bfloat16, enabled=under_autocast):
+            out = model(x)
+        out.sum().backward()
+    remedies = [each.remedy for each in meter.report().advice if "there too" in each.remedy]
+    assert remedies == under_autocast * [
+        "bfloat16 there too: without .float() or torch.autocast around it, whichever of them widens it"
+    ]
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "reason"),
     [(65_536, 32, "its rows are short"), (512, 1_000_000, "too long"), (16, 4_000_000, "few rows: 16 for 108 SMs")],

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
+from flopmeter.report.advice.autocast import policy_of
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_kernel
 from flopmeter.report.advice.remedies import (
@@ -59,9 +60,16 @@ def wide_work(report: Report) -> Iterator[Proposal]:
     yield Proposal(
         "", concerns,
         f"fp32, where the program's other products are in {name_of(narrow)}",
-        f"{str(narrow).removeprefix('torch.')} there too: without .float(), or inside of torch.autocast",
+        f"{str(narrow).removeprefix('torch.')} there too: {_narrowing([trace.ops[index] for index in places])}",
         priced(report, then),
     )  # fmt: skip
+
+
+def _narrowing(ops: list[Op]) -> str:
+    """What keeps them from fp32. Norms are in fp32 inside of torch.autocast too, whatever type their weights have."""
+    if all(policy_of(op) == "wide" for op in ops if not _is_cast(op)):
+        return "without .float() or torch.autocast around it, whichever of them widens it"
+    return "without .float(), or inside of torch.autocast"
 
 
 def _all_narrowed(op: Op, narrowed: Callable[[TensorSpec, object], TensorSpec]) -> Op:
