@@ -658,6 +658,20 @@ def test_what_only_looks_like_a_fault_is_left_alone(mask):
     assert not [each.remedy for each in meter.report().advice if each.remedy.startswith(names)]
 
 
+def test_gradients_that_zero_grad_fills_are_told_to_be_left_out_and_not_to_be_filled_at_once():
+    """The loop over them is torch's own, which a program cannot change."""
+    with flopmeter.cuda(H100) as device:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40))).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.zeros(8, 64, device=device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    remedies = [each.remedy for each in device.report().step.advice]
+    assert "zero_grad(set_to_none=True)" in remedies
+    assert not [remedy for remedy in remedies if remedy.startswith("torch._foreach_")]
+
+
 @pytest.mark.parametrize("batches", ["new ones", "the same", "checkpointed", "under one autocast", "all forward first"])
 def test_gradients_of_several_batches_are_no_graph_that_is_walked_twice(batches):
     """Each batch has a graph of its own, though they share weights, an image of these in bf16, and the same input."""
@@ -794,6 +808,22 @@ def test_norms_that_are_written_out_in_fp32_and_losses_under_autocast_are_no_str
                 loss = torch.nn.functional.cross_entropy(run(x), labels)
             loss.backward()
         assert not any("there too" in advice.remedy for advice in meter.report().advice)
+
+
+@pytest.mark.parametrize("under_autocast", [False, True])
+def test_norms_with_narrow_weights_are_not_told_to_run_inside_of_autocast_which_has_them_in_fp32(under_autocast):
+    """As FSDP's mixed precision and autocast together have them; a model in bf16 needs no autocast."""
+    with torch.device("meta"):
+        parts = (part for _ in range(4) for part in (nn.LayerNorm(2048), nn.Linear(2048, 2048)))
+        model, x = nn.Sequential(*parts).bfloat16(), torch.empty(16_384, 2048, dtype=torch.bfloat16)
+    with FlopMeter(H100) as meter:
+        with torch.autocast("cuda", torch.bfloat16, enabled=under_autocast):
+            out = model(x)
+        out.sum().backward()
+    remedies = [each.remedy for each in meter.report().advice if "there too" in each.remedy]
+    assert remedies == under_autocast * [
+        "bfloat16 there too: without .float() or torch.autocast around it, whichever of them widens it"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -470,6 +470,20 @@ def test_distributed_checkpoints_write_no_file_and_training_goes_on(tmp_path):
             model(torch.zeros(2, 8, device="cuda")).sum().backward()
     assert list(tmp_path.iterdir()) == []
     assert device.report().step.macs == 2 * (2 * 8 * 8)  # of a step: the input needs no gradient
+    assert any(note.startswith("checkpoints were neither") for note in device.report().step.notes)
+
+
+def test_a_distributed_checkpoint_of_copies_on_the_host_does_not_ask_for_the_parts_of_other_ranks(tmp_path):
+    with flopmeter.cuda(A100, gpus=4) as device:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        model = fully_shard(nn.Linear(8, 8).cuda())
+        state = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
+        assert not any(each.is_cuda for each in state.values())
+        checkpoint.save({"model": state}, checkpoint_id=tmp_path / "a")
+        checkpoint.async_save({"model": state}, checkpoint_id=tmp_path / "b").result()
+        checkpoint.load({"model": state}, checkpoint_id=tmp_path / "a")
+        model(torch.zeros(2, 8, device="cuda"))
+    assert list(tmp_path.iterdir()) == []
     assert any(note.startswith("checkpoints were neither") for note in device.report().step.notes)
 
 

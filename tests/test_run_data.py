@@ -164,9 +164,26 @@ print(data.features["label"].num_classes, data[0]["label"])
 print(getattr(data.features["ids"], "names", None))
 torch.nn.Linear(4, 4).cuda()(torch.zeros(4, 4).cuda())
 """
+OPENS_IMAGES = """
+from datasets import load_dataset
+import torch
+data = load_dataset("someone/something")["train"]
+image = data[4095]["image"].convert("RGB")
+print(len(data), image.size, image.mode)
+torch.nn.Linear(4, 4).cuda()(torch.zeros(4, 4).cuda())
+"""
 PACKAGE_OF_THE_HUB = """
 class Dataset:
-    from_dict = staticmethod(lambda columns: sorted(columns))
+    from_dict = classmethod(lambda kind, columns: kind(columns, 0))
+
+    def __init__(self, columns, length):
+        self.columns, self.length = columns, length
+
+    def select(self, places):
+        return Dataset(self.columns, len(places))
+
+    def __repr__(self):
+        return f"{self.length} rows of {self.columns}"
 
 def load_dataset(path, split=None, streaming=False):
     raise ConnectionError(path)
@@ -188,9 +205,10 @@ def test_a_script_may_have_a_folder_that_is_called_as_the_package_of_the_hub(tmp
     assert "ran no op on the device" in ran.stderr  # which is all that is wrong with it
 
 
-def test_a_table_of_the_hub_that_is_not_there_has_the_named_columns(tmp_path):
+def test_a_table_of_the_hub_that_is_not_there_has_the_named_columns_and_one_row_many_times(tmp_path):
     ran = ran_beside(tmp_path, LOADS_FROM_THE_HUB, PACKAGE_OF_THE_HUB)
-    assert (ran.stdout, ran.returncode) == ("['text']\n", 0), ran.stderr
+    row = {"text": [" ".join(100 * ["word"])]}
+    assert (ran.stdout, ran.returncode) == (f"4096 rows of {row}\n", 0), ran.stderr
     assert "synthetic samples text=100:text stand in for someone/something (ConnectionError" in ran.stderr
 
 
@@ -201,6 +219,16 @@ def test_an_integer_of_a_table_of_the_hub_has_names_of_classes_which_programs_co
     (tmp_path / "train.py").write_text(COUNTS_CLASSES)
     assert main(["run", "--synthetic", "text=4:text,label=:3,ids=2:9", "train.py"]) == 0, capsys.readouterr().err
     assert capsys.readouterr().out == "3 0\nNone\n"
+
+
+def test_a_table_of_the_hub_may_have_images_as_programs_transform_them(tmp_path, monkeypatch, capsys):
+    """Many megabytes, were each row a copy."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(OPENS_IMAGES)
+    assert main(["run", "--synthetic", "image=512x768:image,label=:3", "train.py"]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out == "4096 (768, 512) RGB\n"
 
 
 class Counting(Dataset):
@@ -228,9 +256,11 @@ def test_the_first_sample_may_stand_for_all_and_the_class_is_its_own_again_behin
     assert Counting.__getitem__ is before
 
 
-def test_samples_are_tuples_or_dictionaries_of_tensors_integers_and_words():
+def test_samples_are_tuples_or_dictionaries_of_tensors_integers_words_and_images():
     image, label = sample_of("3x4x4:float16,:10").value()
     assert (image.shape, image.dtype, label) == ((3, 4, 4), torch.float16, 0)
+    pytest.importorskip("PIL")
+    assert sample_of("4x6:image").value().size == (6, 4)  # width and height
     named = sample_of("ids=8:5,text=3:text").value()
     assert named["ids"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert named["text"] == "word word word"

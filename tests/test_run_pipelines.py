@@ -134,3 +134,53 @@ def test_a_rank_that_started_again_shows_its_traceback_and_what_was_behind_it(tm
     err = capsys.readouterr().err
     assert "RuntimeError: a stage failed\n" in err
     assert "fails.py ended with RuntimeError: by the model of the device's memory it does not fit" in err
+
+
+MESH = """
+made = []
+
+
+def make():
+    assert not made, "a mesh is made once"
+    made.append(1)
+"""
+STAGES = """
+import torch, torch.distributed as dist
+from stages import mesh
+dist.init_process_group("nccl")
+mesh.make()
+if dist.get_rank():
+    dist.send_object_list(["ready"], 0)
+else:
+    dist.recv_object_list([None], 1)
+torch.ones(4, device="cuda").add_(1)
+"""
+
+
+def test_a_rank_begins_with_modules_of_its_own_as_a_process_does(tmp_path, capsys):
+    before = set(sys.modules)
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "mesh.py").write_text(MESH)
+    (tmp_path / "train.py").write_text(STAGES)
+    assert main(["run", "--hardware", "h100-sxm5-80gb", "--gpus", "2", str(tmp_path / "train.py")]) == 0, (
+        capsys.readouterr().err
+    )
+    assert not [name for name in set(sys.modules) - before if name.partition(".")[0] == "stages"]
+
+
+FAILS_FIRST = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+if dist.get_rank():
+    raise RuntimeError("a stage failed")
+dist.recv_object_list([None], 1)
+"""
+
+
+def test_the_error_of_a_rank_is_told_and_not_that_others_wait_for_it(tmp_path, capsys):
+    (tmp_path / "fails.py").write_text(FAILS_FIRST)
+    assert main(["run", "--hardware", "h100-sxm5-80gb", "--gpus", "2", str(tmp_path / "fails.py")]) == 1
+    err = capsys.readouterr().err
+    assert "RuntimeError: a stage failed\n" in err
+    assert "fails.py ended with RuntimeError" in err
+    assert "would hang" not in err

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -230,3 +231,21 @@ def test_a_rank_reads_in_the_store_what_it_put_there_and_no_other_rank_answers()
         assert store.add("here", 2) == 3
         with pytest.raises(dist.DistStoreError, match="timeout"):
             store.get("theirs")
+
+
+def test_no_rank_is_waited_for_where_torch_is_told_to_wait_after_each_group(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    with flopmeter.cuda(A100, gpus=4):
+        dist.init_process_group("nccl", timeout=timedelta(seconds=3))  # torch would wait as long
+        assert dist.new_group([0, 1], timeout=timedelta(seconds=3)).size() == 2
+
+
+def test_a_group_tells_the_backend_that_was_asked_for():
+    """As torch does: programs save checkpoints beside the training only where a backend takes tensors on the host."""
+    with flopmeter.cuda(A100, gpus=4):
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        assert dist.get_backend() == dist.get_backend(dist.new_group()) == "cpu:gloo,cuda:nccl"
+        assert dist.get_backend(dist.new_group([0, 1], backend="gloo")) == "gloo"
+    with flopmeter.cuda(A100, gpus=4):
+        dist.init_process_group()
+        assert dist.get_backend() == dist.get_backend(dist.new_group()) == "nccl"

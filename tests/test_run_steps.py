@@ -447,3 +447,26 @@ def test_lbfgs_evaluates_as_often_as_where_its_loss_goes_on_falling():
     assert torch.optim.LBFGS.step is step
     assert metered == closures_of_lbfgs("cpu") == (7, 1e-9)
     assert "LBFGS is taken not to converge before its last turn (max_iter=7)" in str(device.report())
+
+
+def test_of_an_optimizer_that_steps_first_in_the_last_step_more_steps_are_told_to_have_a_later_one():
+    """As an actor's, which has a turn every second time; a program under `flopmeter run` enters no meter."""
+
+    def trained(steps: int) -> str:
+        with flopmeter.cuda(A100, steps=steps) as device:
+            critic, actor = nn.Linear(64, 64).to(device), nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+            actor = actor.to(device)
+            often, seldom = (torch.optim.Adam(model.parameters(), foreach=False) for model in (critic, actor))
+            x = torch.zeros(8, 64, device=device)
+            for number in range(steps):
+                if number % 2 == 0 and number:
+                    actor(x).sum().backward()
+                    seldom.step()
+                    seldom.zero_grad()
+                critic(x).sum().backward()
+                often.step()
+                often.zero_grad()
+        return str(device.report())
+
+    assert "(for its report, --steps of a script that goes on for longer" in trained(3)
+    assert "a first step, in which" not in trained(5)

@@ -85,6 +85,35 @@ def test_xformers_attention_has_the_products_of_two_matmuls_and_a_causal_mask_ma
     assert "_scaled_dot_product_flash_attention" in kernels(report)
 
 
+def test_sequences_end_to_end_under_a_block_diagonal_mask_of_xformers_see_each_themselves():
+    """As many products as of each sequence alone: three images of 64 places and two of 16."""
+
+    def program():
+        from xformers.ops import fmha, memory_efficient_attention
+
+        lists = [torch.randn(3, 64, 8, 64, device="cuda"), torch.randn(2, 16, 8, 64, device="cuda")]
+        mask, x = fmha.BlockDiagonalMask.from_tensor_list([each.bfloat16() for each in lists])
+        assert x.shape == (1, 3 * 64 + 2 * 16, 8, 64)
+        for each in (mask, mask.make_causal()):
+            parts = each.split(memory_efficient_attention(x, x, x, attn_bias=each))
+            assert [part.shape for part in parts] == [one.shape for one in lists]
+        assert [part.shape[1] for part in fmha.BlockDiagonalMask.from_seqlens([200, 24]).split(x)] == [200, 24]
+
+    report = stepped("xformers", program)
+    assert report.macs == 2 * (2 * 8 * 64 * (3 * 64 * 64 + 2 * 16 * 16))
+    assert {name for name in kernels(report) if "attention" in name} == {"_flash_attention_forward"}
+
+
+def test_swiglu_of_xformers_has_three_products():
+    def program():
+        from xformers.ops import SwiGLU
+
+        train(SwiGLU(64, 128, 32, bias=False).cuda(), torch.zeros(8, 64, device="cuda"))
+
+    # The gradient of the input is not needed.
+    assert stepped("xformers", program).macs == 2 * (8 * 64 * 256) + 3 * (8 * 128 * 32)
+
+
 def test_apex_updates_and_norms_are_one_kernel():
     def program():
         from apex.normalization import FusedLayerNorm

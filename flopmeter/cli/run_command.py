@@ -160,7 +160,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--synthetic", metavar="SAMPLE",
         help="stand in for data that is not there: a sample such as 3x224x224,:1000 (floats, and an integer below"
-        " 1000), input_ids=1024:50257 (named) or text=100:text (words); or first: one sample stands for all",
+        " 1000), input_ids=1024:50257 (named), text=100:text (words) or image=512x768:image; or first: one sample"
+        " stands for all",
     )  # fmt: skip
     parser.add_argument(
         "--without-weights", action="store_true",

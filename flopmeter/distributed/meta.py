@@ -48,6 +48,8 @@ def runs_on_meta(gpus_per_node: int | None, rank: int, *, has_host: bool = False
             mock.patch.object(private.FSDPParamGroup, "_validate_no_meta_params", _skip),
             # DDP compares the parameters' shapes among ranks, by values that meta tensors do not have.
             mock.patch.object(torch.nn.parallel.distributed, private.VERIFY_PARAMETERS, _skip),
+            # TORCH_DIST_INIT_BARRIER=1: whoever makes a group waits until every rank has been at its store.
+            mock.patch.object(distributed_c10d, private.STORE_BARRIER, _skip),
             # DDP reads on the host which parameters rank 0 puts into which bucket.
             mock.patch.object(private.Reducer, "_rebuild_buckets", with_values(private.Reducer._rebuild_buckets)),
             *(

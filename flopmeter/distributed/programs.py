@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ _OFFLOADED = (
     "{} out, and read the memory without them off the report, or meter FSDP2's CPUOffloadPolicy with flopmeter run"
 )
 _META = torch.device("meta")
+_asked_backends = WeakKeyDictionary[Any, str]()  # by group
 
 
 def patches(*, has_host: bool) -> Iterator[Any]:
@@ -77,10 +79,17 @@ def init_patches() -> Iterator[Any]:
         yield mock.patch.object(module, "init_process_group", _already_open(dist.init_process_group))
 
 
+def ask_backend(group: Any, backend: Any) -> None:
+    """Remember which backend the program asked for when it made the group; None: it named none."""
+    if backend is not None and isinstance(group, dist.ProcessGroup):  # a rank that is not in it gets another object
+        _asked_backends[group] = str(backend).lower()
+
+
 def _backend_of_gpus(group: Any = None) -> str:
-    """torch.distributed.get_backend(), as on GPUs: the fake group stands for NCCL's."""
+    """torch.distributed.get_backend(), as on GPUs: the fake group stands for the backend that was asked for, as
+    "cpu:gloo,cuda:nccl" or, if none was, for NCCL's."""
     name = distributed_c10d.get_backend(group)
-    return "nccl" if name == "fake" else str(name)
+    return _asked_backends.get(group or dist.group.WORLD, "nccl") if name == "fake" else str(name)
 
 
 def _of_fsdp1() -> Iterator[Any]:
@@ -161,7 +170,9 @@ def _ids_on_meta(init: Any) -> Any:
 def _of_any_backend(new_group: Any) -> Any:
     @functools.wraps(new_group)
     def made(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return new_group(ranks, timeout, None, *args, **kwargs)
+        group = new_group(ranks, timeout, None, *args, **kwargs)
+        ask_backend(group, backend or _asked_backends.get(dist.group.WORLD))
+        return group
 
     return made
 

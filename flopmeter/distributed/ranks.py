@@ -26,11 +26,13 @@ def run_ranks(
     grows: bool = False,
     peers: Callable[[T], Iterable[int]] = lambda result: (),
     most: int = sys.maxsize,
+    is_failed: Callable[[T], bool] = lambda result: False,
 ) -> dict[int, T]:
     """What `run(rank)` returns, for each rank in order. It opens the world of its rank itself.
 
     grows: ranks that the given ones wait for run, too.
     peers: from what a rank returned, others that run, too, until there are `most` ranks.
+    is_failed: whether what a rank returned ends them all; those that have ended until then are in the result.
 
     Raises WorldError where each rank waits for a message that no other one will send.
     """
@@ -47,6 +49,8 @@ def run_ranks(
                 with exchanged_through(mailbox):
                     results[rank] = run(rank)
                 del waits[rank]
+                if is_failed(results[rank]):  # others may wait for what it would have sent
+                    return {each: results[each] for each in sorted(results)}
                 for peer in sorted(set(peers(results[rank])) - results.keys() - waits.keys()):
                     if len(results) + len(waits) < most:
                         waits[peer] = None

@@ -60,7 +60,7 @@ def _of_first_step(report: Report) -> str:
         return ""
     return (
         f"a first step, in which the optimizer makes its states; a later one takes {duration(later)}"
-        " (for its report, run a step before the meter is entered)"
+        " (for its report, --steps of a script that goes on for longer, else a step before the meter is entered)"
     )
 
 

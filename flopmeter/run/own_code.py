@@ -6,6 +6,8 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +35,27 @@ class OwnCode:
             is_of_program = name == "__main__" or (name not in self._before and is_own(name, file))
             if is_of_program and file.endswith(".py") and Path(file).is_file():
                 yield Path(file)
+
+
+@contextmanager
+def forgotten_after() -> Iterator[None]:
+    """What the program imports of its own code in this context is imported anew when it runs again, as in a process of
+    its own: modules hold what may be made only once, such as a mesh. (Packages with a compiled module, which cannot be
+    loaded twice, stay.)"""
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        files = {name: _file_of(module) for name, module in list(sys.modules.items()) if name not in before}
+        compiled = {name.partition(".")[0] for name, file in files.items() if file.endswith(_COMPILED)}
+        for name, file in files.items():
+            if file and name.partition(".")[0] not in compiled and is_own(name, file):
+                del sys.modules[name]
+
+
+def _file_of(module: ModuleType) -> str:
+    """Its file; of a package without one its folder; '' of what is built in."""
+    return getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
 
 
 def imported_by_name(undoing: Iterable[Patch]) -> Iterator[Patch]:
@@ -70,4 +93,5 @@ def _is_installed(file: str) -> bool:
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _COMMANDS = {"bin", "Scripts"}  # folders in which pip writes them
+_COMPILED = tuple(EXTENSION_SUFFIXES)
 _PACKAGES = {"site-packages", "dist-packages"}  # folders that pip and Debian install into

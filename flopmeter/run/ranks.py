@@ -23,6 +23,7 @@ from flopmeter.distributed.ranks import run_ranks
 from flopmeter.meter import reports_together
 from flopmeter.records.traces import part_of
 from flopmeter.report.quantities import duration, percent
+from flopmeter.run.own_code import forgotten_after
 from flopmeter.run.report import RunReport
 from flopmeter.run.script import Ending, Script, run
 from flopmeter.run.session import ScriptSession, Wishes
@@ -52,17 +53,21 @@ def run_as_ranks(
 
     def run_rank(rank: int) -> RanAsRank:
         session = ScriptSession(hardware, wishes, rank)
-        with session.open(), environment(variables), _output_of(rank, shown):
+        with session.open(), environment(variables), _output_of(rank, shown), forgotten_after():
             ending = run(script, session)
             session.note_switches()
         return RanAsRank(session, ending)
 
-    return run_ranks([0], run_rank, grows=True, peers=_peers, most=MOST_RANKS)
+    return run_ranks([0], run_rank, grows=True, peers=_peers, most=MOST_RANKS, is_failed=_is_failed)
 
 
 def first_failed(runs: Mapping[int, RanAsRank]) -> RanAsRank | None:
     """The first rank whose script ended in an error."""
     return next((each for each in runs.values() if each.ending.error is not None), None)
+
+
+def _is_failed(ran: RanAsRank) -> bool:
+    return ran.ending.error is not None and not isinstance(ran.ending.error, KeyboardInterrupt)
 
 
 def _peers(ran: RanAsRank) -> set[int]:

@@ -35,6 +35,7 @@ from flopmeter.run.steps import AUTO, Steps
 from flopmeter.run.synthetic import SyntheticData
 from flopmeter.run.weights import WeightFiles
 from flopmeter.timing.scratch import kept_bytes
+from flopmeter.torch_names.imported import no_folder_instead_of
 from flopmeter.torch_names.private import DYNAMO
 from flopmeter.trace import streams
 from flopmeter.trace.recorder import switches_now
@@ -157,8 +158,9 @@ class ScriptSession:
 
     @contextmanager
     def open(self) -> Iterator[ScriptSession]:
-        importlib.import_module(DYNAMO.module)  # optimizers import it; it has to see torch's own functions
         with ExitStack() as undo:
+            undo.enter_context(no_folder_instead_of("triton"))
+            importlib.import_module(DYNAMO.module)  # optimizers import it; it has to see torch's own functions
             undo.enter_context(warnings.catch_warnings())
             for message in _FALSE_WARNINGS:
                 warnings.filterwarnings("ignore", message=message)

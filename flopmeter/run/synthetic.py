@@ -28,26 +28,30 @@ from flopmeter.torch_names.private import BATCHES, no_dispatch_modes
 
 FIRST = "first"
 SAMPLES = 2**16  # length of a data set that is missing; more than the steps of a run read, and soon evaluated
-ROWS = 2**12  # length of a table of Hugging Face's datasets, which is in memory
+ROWS = 2**12  # length of a table of Hugging Face's datasets, which programs map row by row
 ELEMENTS = 2**26  # length of an array in a file of numpy's, if nobody says it
 ABSENT = (OSError, RuntimeError, AssertionError)  # raised by torchvision, and by code that opens files or asserts them
-TEXT = "text"
+TEXT, IMAGE = "text", "image"
 _GRAMMAR = "fields with commas between them, each [NAME=]SHAPE[:DTYPE or :COUNT] or (fields), such as 3x224x224,:1000"
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One part of a sample. `below`: integers from 0 up to it; `words`: a text of so many, in place of a tensor."""
+    """One part of a sample. `below`: integers from 0 up to it; in place of a tensor `words`: a text of so many;
+    `is_image`: an image of Pillow's, in colour, of that height and width."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     below: int | None = None
     words: int | None = None
+    is_image: bool = False
 
     def value(self) -> Any:
-        """A tensor, or a text. Integers differ, so that they may choose among embeddings or experts."""
+        """A tensor, a text or an image. Integers differ, so that they may choose among embeddings or experts."""
         if self.words is not None:
             return " ".join(["word"] * self.words)
+        if self.is_image:
+            return importlib.import_module("PIL.Image").new("RGB", self.shape[::-1])
         with no_dispatch_modes():
             if self.below is None:
                 return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
@@ -112,6 +116,8 @@ def _field_of(kind: str, text: str) -> Field:
         shape = tuple(int(size) for size in sizes.split("x") if sizes)
         if last == TEXT:
             return Field((), words=shape[0] if shape else 1)
+        if last == IMAGE and len(shape) == 2:
+            return Field(shape, is_image=True)
         if last.isdigit():
             return Field(shape, torch.int64, below=int(last))
         dtype = getattr(torch, last or "float32")
@@ -306,10 +312,10 @@ class SyntheticData:
                     ) from error
                 self._tell(path, error)
                 sample = tree_map_only(torch.Tensor, torch.Tensor.tolist, self._sample.value())
-                columns = {name: [value] * ROWS for name, value in sample.items()}
-                table = hub.Dataset.from_dict(columns)
+                table = hub.Dataset.from_dict({name: [value] for name, value in sample.items()})
                 for name, count in self._sample.classes.items():
                     table = table.cast_column(name, hub.ClassLabel(num_classes=count))
+                table = table.select([0] * ROWS)  # the same row: images are large
                 table = table.to_iterable_dataset() if streaming else table
                 if split is not None:
                     return table

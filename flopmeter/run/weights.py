@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import Metadata
@@ -89,7 +90,7 @@ class WeightFiles:
                 def run(state_dict: Any, *args: Any, **options: Any) -> Any:
                     items = state_dict.items()
                     made = {name: each.state_dict() if isinstance(each, Stateful) else each for name, each in items}
-                    if not self._named.is_open or not self._has_no_data(made):
+                    if not self._named.is_open or not (_of_many_ranks() or self._has_no_data(made)):
                         return original(state_dict, *args, **options)
                     self._note(CHECKPOINTS)
                     return do(state_dict, made, options)
@@ -211,6 +212,11 @@ class WeightFiles:
         if any(isinstance(leaf, Tensor) and self._named.holds(leaf) for leaf in leaves):
             return True
         return any(self._has_no_data(leaf) for leaf in leaves if isinstance(leaf, nn.Module))
+
+
+def _of_many_ranks() -> bool:
+    """Whether a checkpoint, also one of copies on the host, would want the parts of ranks that do not run."""
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _not_reached(error: OSError) -> str:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from flopmeter.distributed.meta import runs_on_meta
 from flopmeter.distributed.objects import lone_store
+from flopmeter.distributed.programs import ask_backend
 from flopmeter.run.patches import Patch, applied
 from flopmeter.torch_names import distributed as private
 
@@ -144,6 +145,7 @@ def _init_process_group(
             note(_LONE)
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", default_size or 1))
         original("fake", rank=rank if rank >= 0 else own, world_size=size, store=lone_store())
+        ask_backend(dist.group.WORLD, backend)
 
     return init_process_group
 

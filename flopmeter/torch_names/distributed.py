@@ -37,6 +37,8 @@ CONCATENATE = "_concatenate"
 _needed("torch.distributed.device_mesh", f"DeviceMesh.{CONCATENATE}", "how FSDP2 joins its mesh with that of TP")
 CHECK_BATCH = "_check_p2p_op_list"
 _needed("torch.distributed.distributed_c10d", CHECK_BATCH, "which sends and receives run as one kernel")
+STORE_BARRIER = "_store_based_barrier"
+_needed("torch.distributed.distributed_c10d", STORE_BARRIER, "how groups are made after TORCH_DIST_INIT_BARRIER=1")
 _needed("torch._C._distributed_c10d", "Reducer._rebuild_buckets", "when DDP makes its buckets anew")
 _needed(
     "torch.distributed.fsdp._fully_shard._fsdp_param_group",

@@ -26,6 +26,23 @@ def entered_once_imported(module: str, context: Callable[[], AbstractContextMana
         yield
 
 
+@contextmanager
+def no_folder_instead_of(package: str) -> Iterator[None]:
+    """Where the package is not installed, an import of it fails, also beside a folder of that name, which Python would
+    take for a part of it: NVIDIA's examples have a folder `triton`, and torch would look for Triton there."""
+    spec = find_spec(package)
+    if spec is not None and spec.origin is not None:
+        yield
+        return
+    before = {package: sys.modules[package]} if package in sys.modules else {}
+    sys.modules[package] = None  # type: ignore[assignment]  # as Python wants it of what cannot be imported
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+        sys.modules.update(before)
+
+
 class _Awaits(MetaPathFinder):
     """Finds the module as the other finders do, and calls back when it has run."""
 

@@ -57,7 +57,7 @@ class _UnderAutocast:
 
     def follow(self, index: int, op: Op) -> Op:
         """The op, with the types that it then reads and returns."""
-        policy = _policy(op)
+        policy = policy_of(op)
         read = [spec for spec in dict.fromkeys(op.inputs) if spec.dtype == WIDE and spec.device != "cpu"]
         made = {spec.storage for spec in op.outputs if spec.dtype == WIDE} - {spec.storage for spec in read}
         was_narrow = self._tensor_was_narrow(op)
@@ -155,7 +155,8 @@ class _UnderAutocast:
         return number
 
 
-def _policy(op: Op) -> Policy:
+def policy_of(op: Op) -> Policy:
+    """What autocast does with an op that it meets."""
     func = op.call.func
     name = func._schema.name.partition("::")[2]
     base = name.removesuffix("_data").removesuffix("_backward").removesuffix("_forward")

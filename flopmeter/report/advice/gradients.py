@@ -16,7 +16,7 @@ from flopmeter.torch_names.operators import aten, aten_overloads
 def filled_gradients(report: Report) -> Iterator[Proposal]:
     """Gradients that are filled with zeros, to which the backward pass then adds."""
     trace = trace_of(report)
-    fills = {index for index, op in enumerate(trace.ops) if _fills_gradients(trace, op)}
+    fills = {index for index, op in enumerate(trace.ops) if fills_gradients(trace, op)}
     takes = _taken(trace, {spec.storage for index in fills for spec in trace.ops[index].inputs}, fills)
     if takes and report.cluster is None:
         yield with_other_ops(
@@ -43,7 +43,8 @@ def _takes(add: Op) -> Op:
     return in_place_of(add, aten_overloads.detach.default, (given,), {}, (given,), (given,))
 
 
-def _fills_gradients(trace: Trace, op: Op) -> bool:
+def fills_gradients(trace: Trace, op: Op) -> bool:
+    """Whether it writes zeros into gradients before a backward pass."""
     if op.call.func.overloadpacket not in (aten.zero_, aten._foreach_zero_) or op.phase == "backward":
         return False
     return all(trace.storages[spec.storage].role == "gradients" for spec in op.inputs)

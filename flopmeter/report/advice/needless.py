@@ -12,8 +12,10 @@ from torch._ops import OpOverload
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
+from flopmeter.report.advice.autocast import policy_of
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_kernel
+from flopmeter.report.advice.gradients import fills_gradients
 from flopmeter.report.advice.remedies import (
     Proposal,
     of_ops,
@@ -59,9 +61,16 @@ def wide_work(report: Report) -> Iterator[Proposal]:
     yield Proposal(
         "", concerns,
         f"fp32, where the program's other products are in {name_of(narrow)}",
-        f"{str(narrow).removeprefix('torch.')} there too: without .float(), or inside of torch.autocast",
+        f"{str(narrow).removeprefix('torch.')} there too: {_narrowing([trace.ops[index] for index in places])}",
         priced(report, then),
     )  # fmt: skip
+
+
+def _narrowing(ops: list[Op]) -> str:
+    """What keeps them from fp32. Norms are in fp32 inside of torch.autocast too, whatever type their weights have."""
+    if all(policy_of(op) == "wide" for op in ops if not _is_cast(op)):
+        return "without .float() or torch.autocast around it, whichever of them widens it"
+    return "without .float(), or inside of torch.autocast"
 
 
 def _all_narrowed(op: Op, narrowed: Callable[[TensorSpec, object], TensorSpec]) -> Op:
@@ -172,13 +181,16 @@ _FOREACH: dict[object, OpOverload] = {
 @remedy
 def loops_over_tensors(report: Report) -> Iterator[Proposal]:
     """An op that the program calls for one parameter, gradient or average after the other, outside of modules.
-    Optimizers that have a kernel for all of it are told so (optimizers.py)."""
+    Optimizers that have a kernel for all of it are told so (optimizers.py), and what fills gradients with zeros on one
+    GPU is told to leave them out (gradients.py)."""
     trace = trace_of(report)
     phases = {"forward"} if any(step.takes_fused for step in trace.optimizer_steps) else {"forward", "optimizer"}
     loops: dict[OpOverload, list[int]] = defaultdict(list)
     for index, op in enumerate(trace.ops):
         func = _FOREACH.get(op.call.func.overloadpacket)
-        if func is not None and not op.module and op.phase in phases and op.region is None:
+        if func is None or (report.cluster is None and fills_gradients(trace, op)):
+            continue
+        if not op.module and op.phase in phases and op.region is None:
             loops[func].append(index)
     put_in, dropped = {}, set()
     for func, loop in loops.items():

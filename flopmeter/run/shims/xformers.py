@@ -1,17 +1,23 @@
-"""xformers (github.com/facebookresearch/xformers): its attention, as the kernels that torch has too.
+"""xformers (github.com/facebookresearch/xformers): its attention, as the kernels that torch has too; and its SwiGLU, as
+torch's operators (its kernel also takes the activation into the first product, where the types allow it).
 
 Tensors are [batch, length, heads, head size], or [batch, length, head size]. xformers takes FlashAttention where the
 types and the mask allow it, else CUTLASS' kernel, which is torch's memory-efficient attention (xformers/ops/fmha/
-dispatch.py). A mask LowerTriangularMask is aligned to the first key, as torch's is_causal.
+dispatch.py). A mask LowerTriangularMask is aligned to the first key, as torch's is_causal. Under a block-diagonal mask
+sequences lie end to end in a batch of one: FlashAttention's call for sequences of several lengths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flopmeter.run.shims.flash_attn import flash_attn_varlen_func
 
 
 class AttentionBias:
@@ -20,6 +26,47 @@ class AttentionBias:
 
 class LowerTriangularMask(AttentionBias):
     """A query sees the keys up to its own place."""
+
+
+class BlockDiagonalMask(AttentionBias):
+    """Sequences that lie end to end see each themselves alone."""
+
+    is_causal = False
+
+    def __init__(self, lengths: Sequence[int], key_lengths: Sequence[int] | None = None) -> None:
+        self.lengths, self.key_lengths = list(lengths), list(lengths if key_lengths is None else key_lengths)
+        self._batch_sizes: Sequence[int] | None = None  # how many sequences of one length each tensor holds
+
+    @classmethod
+    def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> BlockDiagonalMask:
+        return cls(q_seqlen, kv_seqlen)
+
+    @classmethod
+    def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[BlockDiagonalMask, Tensor]:
+        """Also the tensors, each [batch, length, ...], end to end."""
+        mask = cls([each.shape[1] for each in tensors for _ in range(each.shape[0])])
+        mask._batch_sizes = [each.shape[0] for each in tensors]
+        return mask, torch.cat([each.reshape(1, -1, *each.shape[2:]) for each in tensors], dim=1)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """The parts of what lies end to end, as `from_tensor_list` had them."""
+        sizes, first, parts = self._batch_sizes or [1] * len(self.lengths), 0, []
+        for size in sizes:
+            parts.append((size, self.lengths[first]))
+            first += size
+        pieces = tensor.split([size * length for size, length in parts], dim=1)
+        return [piece.reshape(*part, *tensor.shape[2:]) for piece, part in zip(pieces, parts, strict=True)]
+
+    def make_causal(self) -> BlockDiagonalCausalMask:
+        causal = BlockDiagonalCausalMask(self.lengths, self.key_lengths)
+        causal._batch_sizes = self._batch_sizes
+        return causal
+
+
+class BlockDiagonalCausalMask(BlockDiagonalMask):
+    """The same, and a query sees the keys up to its own place."""
+
+    is_causal = True
 
 
 def memory_efficient_attention(
@@ -33,10 +80,12 @@ def memory_efficient_attention(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Raises NotImplementedError for a mask that is neither a tensor nor LowerTriangularMask."""
+    """Raises NotImplementedError for a mask that is neither a tensor nor one of those above."""
     if query.ndim == 3:
         query, key, value = (each.unsqueeze(2) for each in (query, key, value))
         return memory_efficient_attention(query, key, value, attn_bias, p, scale, output_dtype=output_dtype).squeeze(2)
+    if isinstance(attn_bias, BlockDiagonalMask):
+        return _end_to_end(query, key, value, attn_bias, p, scale).to(output_dtype or query.dtype)
     if isinstance(attn_bias, AttentionBias) and type(attn_bias) is not LowerTriangularMask:
         raise NotImplementedError(f"flopmeter's shim of xformers has no {type(attn_bias).__name__}: give a tensor")
     mask = attn_bias if isinstance(attn_bias, Tensor) else None
@@ -53,15 +102,74 @@ def memory_efficient_attention(
     return out.transpose(1, 2).to(output_dtype or query.dtype)
 
 
+def _end_to_end(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, p: float, scale: float | None) -> Tensor:
+    starts, key_starts = (
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=q.device)
+        for lengths in (mask.lengths, mask.key_lengths)
+    )
+    longest, longest_key = max(mask.lengths), max(mask.key_lengths)
+    flat_q, flat_k, flat_v = (each.flatten(0, 1) for each in (q, k, v))
+    out = flash_attn_varlen_func(
+        flat_q, flat_k, flat_v, starts, key_starts, longest, longest_key, p, scale, causal=mask.is_causal
+    )
+    return out.unflatten(0, q.shape[:2])
+
+
+class PackedSwiGLU(nn.Module):
+    """Two products beside each other, one of them through SiLU, and a third of what they make together."""
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        bias: bool = True,
+        *,
+        _pack_weights: bool = True,
+    ) -> None:
+        super().__init__()
+        self.w12 = nn.Linear(in_features, 2 * hidden_features, bias=bias)
+        self.w3 = nn.Linear(hidden_features, out_features or in_features, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w12(x).chunk(2, dim=-1)
+        out: Tensor = self.w3(nn.functional.silu(gate) * up)
+        return out
+
+
+def scaled_index_add(
+    input: Tensor, index: Tensor, source: Tensor, scaling: Tensor | None = None, alpha: float = 1.0
+) -> Tensor:
+    """Adds to the rows of `index`, in place."""
+    return input.index_add_(0, index, source if scaling is None else source * scaling, alpha=alpha)
+
+
+def index_select_cat(sources: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
+    """Of each source its rows, end to end and flat."""
+    return torch.cat([each[rows].flatten() for each, rows in zip(sources, indices, strict=True)])
+
+
 def unbind(x: Tensor, dim: int) -> tuple[Tensor, ...]:
     return x.unbind(dim)
 
 
+_BIASES = {
+    "AttentionBias": AttentionBias,
+    "LowerTriangularMask": LowerTriangularMask,
+    "BlockDiagonalMask": BlockDiagonalMask,
+    "BlockDiagonalCausalMask": BlockDiagonalCausalMask,
+}
 _OPS = {
     "memory_efficient_attention": memory_efficient_attention,
-    "LowerTriangularMask": LowerTriangularMask,
-    "AttentionBias": AttentionBias,
+    **_BIASES,
+    "SwiGLU": PackedSwiGLU,
+    "scaled_index_add": scaled_index_add,
+    "index_select_cat": index_select_cat,
     "unbind": unbind,
 }
-_BIASES = {"LowerTriangularMask": LowerTriangularMask, "AttentionBias": AttentionBias}
-MODULES = {"xformers": {}, "xformers.ops": _OPS, "xformers.ops.fmha": _OPS, "xformers.ops.fmha.attn_bias": _BIASES}
+MODULES = {
+    "xformers": {},
+    "xformers.ops": _OPS,
+    "xformers.ops.fmha": {"memory_efficient_attention": memory_efficient_attention, **_BIASES},
+    "xformers.ops.fmha.attn_bias": _BIASES,
+}
