@@ -226,6 +226,14 @@ SPECIAL: dict[OpOverload, Handler] = {
     aten.masked_fill_.Tensor: masked_fill,
     aten.histc.default: histogram,
     aten.resize_.default: forget_all,
+    # A tensor that is given another storage has the values of that one, and neither storage is written to.
+    **dict.fromkeys(
+        (
+            aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor,
+            aten.set_.source_Tensor_storage_offset,
+        ),
+        view,
+    ),
     **dict.fromkeys((aten.randperm.default, aten.randperm.generator), drawn),
     **dict.fromkeys(stand_ins.COMPARISONS, stand_ins.compared),
     **dict.fromkeys(GATHERS, index),
