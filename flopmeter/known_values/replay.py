@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flopmeter.known_values.assumptions import Assumptions
-from flopmeter.known_values.values import MAX_ELEMENTS, MAX_ROUTED_ELEMENTS, Values, address, is_small, no_modes
+from flopmeter.known_values.values import (
+    MAX_ELEMENTS,
+    MAX_ROUTED_ELEMENTS,
+    Values,
+    address,
+    is_count,
+    is_small,
+    no_modes,
+)
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.operators import aten_overloads as aten
 
@@ -79,6 +87,10 @@ class Knowledge:
         outputs = list(tensors_in(result))
         if knows and all(map(self.is_small, (*call.tensors, *outputs))):
             self._replay_on_cpu(call, outputs)
+        elif not knows and self._counts(call, outputs):
+            self._replay_on_cpu(call, outputs)
+            for tensor in (*call.written(), *outputs):
+                self.values.mark_as_stand_in(tensor)
         elif knows and call.func in KEEPS_UNIFORM and all(map(self.values.is_uniform, call.tensors)):
             with no_modes():
                 ones = [self.values.read(tensor).flatten()[0] for tensor in call.tensors]
@@ -86,6 +98,18 @@ class Knowledge:
         else:
             self.forget(call.written())
         return result
+
+    def _counts(self, call: Invocation, outputs: list[Tensor]) -> bool:
+        """Whether the call computes integers from integers whose stand-ins it can take: one more than an unknown count
+        is one more than what stands in for it."""
+        return (
+            self.assume.stands_in
+            and all(
+                is_count(tensor) and (self.values.has_stand_in(tensor) or self.values.knows(tensor))
+                for tensor in call.tensors
+            )
+            and all(map(is_count, outputs))
+        )
 
     def run_unknown(self, call: Invocation) -> Any:
         """Run the op on meta; what it writes to is unknown afterwards, as its result is."""

@@ -4,6 +4,9 @@ One for each kind of number. A loss of 1.0 is finite, has a logarithm and divide
 does not hold leave loops and special cases as they are. Where the program raises an error in one of two cases, the
 other one is taken (branches.py), and a float that is compared with a number is 1.0 there too, as if the program had
 read it. Each use is an assumption, noted with the program's line.
+
+The stand-in belongs to the unknown, not to the question: few integers keep theirs with their storage, and what is
+computed from them alone is computed from their stand-ins too, so that one more than an unknown count is 1.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from torch import Tensor
 from flopmeter.known_values import assumptions
 from flopmeter.known_values.branches import answer_without_error
 from flopmeter.known_values.replay import Invocation, Knowledge
-from flopmeter.known_values.values import no_modes
+from flopmeter.known_values.values import address, is_count, no_modes, spans_storage
+from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.operators import aten_overloads as aten
 
 FLOAT, INTEGER, CONDITION = 1.0, 0, False
@@ -32,6 +36,30 @@ def compared(known: Knowledge, call: Invocation) -> Any:
     if is_asked and isinstance(number, (int, float)) and not known.values.knows(source):
         known.as_compared[result] = COMPARISONS[call.func](FLOAT, number)
     return result
+
+
+def keep(known: Knowledge, result: Any) -> None:
+    """Unknown integers among an op's results have stand-ins from here on."""
+    for tensor in tensors_in(result):
+        if tensor.is_meta and is_count(tensor) and address(tensor) not in known.values.cells and spans_storage(tensor):
+            with no_modes():
+                known.values.write(tensor, torch.full_like(tensor, INTEGER, device="cpu"))
+            known.values.mark_as_stand_in(tensor)
+
+
+def of_number(known: Knowledge, number: Tensor, func: Any) -> float | int | bool:
+    """The stand-in for a tensor of one number."""
+    value = note(known, number.dtype, func, known.as_compared.get(number, CONDITION))
+    if not known.values.has_stand_in(number):
+        return value
+    with no_modes():
+        return known.values.read(number).item()
+
+
+def _like(known: Knowledge, source: Tensor, func: Any) -> Tensor | float:
+    """The stand-ins for an unknown tensor, or the one that all of its elements have."""
+    value = note(known, source.dtype, func)
+    return known.values.read(source) if known.values.has_stand_in(source) else value
 
 
 def note(known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDITION) -> float | int | bool:
@@ -70,17 +98,17 @@ def _of_condition(compared: bool) -> tuple[str, bool]:
 def on_host(known: Knowledge, call: Invocation) -> Tensor:
     """For a copy of an unknown tensor to the host: one of its shape, full of stand-ins."""
     (source, *_), dtype = call.args, call.kwargs.get("dtype")
-    value = note(known, source.dtype, call.func)
+    value = _like(known, source, call.func)
     with no_modes():
-        return torch.full_like(source, value, dtype=dtype or source.dtype, device="cpu")
+        return torch.empty_like(source, dtype=dtype or source.dtype, device="cpu").copy_(torch.as_tensor(value))
 
 
 def into_host(known: Knowledge, call: Invocation) -> Tensor:
     """For an unknown tensor that is copied into one of the host."""
     target, source = call.args[:2]
-    value = note(known, source.dtype, call.func)
+    value = _like(known, source, call.func)
     with no_modes():
-        filled: Tensor = target.fill_(value)
+        filled: Tensor = target.copy_(torch.as_tensor(value))
     return filled
 
 
