@@ -21,7 +21,7 @@ from flopmeter.compiler.pricing import uncounted_in
 from flopmeter.compiler.regions import Sizes
 from flopmeter.records import Call, CompiledGraph, CompiledKernel, FlexBody, Phase
 from flopmeter.torch_names.frames import callers
-from flopmeter.torch_names.private import no_dispatch_modes
+from flopmeter.torch_names.private import is_compiled_backward, no_dispatch_modes
 from flopmeter.trace.recorder import Recorder
 
 _OPTIMIZERS = f"torch{os.sep}optim{os.sep}"
@@ -159,7 +159,7 @@ class Replay:
         return {name for name in outputs if isinstance(name, str)}
 
     def _phase(self, plan: Plan) -> Phase:
-        if self._graph.part == "backward":
+        if self._graph.part == "backward" or is_compiled_backward():
             return "backward"
         if self._recorder.is_in_step():
             return "optimizer"
@@ -214,7 +214,7 @@ class _Paths:
         self._recorder, self._meet = recorder, meet
 
     def root(self, graph: CompiledGraph, args: list[Any]) -> str:
-        if graph.part == "backward":
+        if graph.part == "backward" or is_compiled_backward():
             tensors = (value for value in args if isinstance(value, Tensor))
             known = (self._recorder.kept_by.get(value.untyped_storage()._cdata) for value in tensors)
             return next(filter(None, known), "")

@@ -37,7 +37,7 @@ from flopmeter.records.compiled import GraphPass
 from flopmeter.records.memory_format import CHANNELS_LAST
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher
-from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
+from flopmeter.torch_names.private import BACKWARD_GRAPH, PrivateName, no_dispatch_modes
 from flopmeter.trace import triton_kernels
 from flopmeter.trace.recorder import Recorder
 
@@ -204,6 +204,8 @@ class Session:
         )
         for name, wrapper in wrappers:
             self._patch_name(name, wrapper)
+        if BACKWARD_GRAPH.present():
+            self._patch_name(BACKWARD_GRAPH, self._around_backward_graph)
         self._keep_compiler_state()
         self._undo.enter_context(composites_differentiate())
         self._undo.callback(self._hidden.close)
@@ -321,6 +323,21 @@ class Session:
                 return plain(module, *args, **options)
 
         return joint_passes
+
+    def _around_backward_graph(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiled autograd traces the backward graph of a compiled function, as a part of its own, with the program's
+        tensors."""
+
+        @functools.wraps(plain)
+        def backward_graph(*args: Any) -> Any:
+            found = plain(*args)
+            if not self._is_here or not isinstance(found, GraphModule):
+                return found
+            on_meta = copied(found)
+            unpose(on_meta)
+            return on_meta
+
+        return backward_graph
 
     def _around_partition(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)

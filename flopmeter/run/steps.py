@@ -41,7 +41,7 @@ from flopmeter.run.patches import Patch, applied
 from flopmeter.run.step_parts import OutermostCall, Parts, parts_between, parts_of_rounds, with_what_recurs
 from flopmeter.run.updates import Optimizers, OwnUpdates
 from flopmeter.torch_names.frames import callers
-from flopmeter.torch_names.private import graph_task
+from flopmeter.torch_names.private import graph_task, is_compiled_backward
 
 AUTO, OPTIMIZER, FORWARD = "auto", "optimizer", "forward"
 NVTX = "nvtx:"
@@ -243,8 +243,8 @@ class Steps:
             self._end()
 
     def _is_outermost(self) -> bool:
-        """What a checkpoint calls again in a backward pass is a part of that pass."""
-        return self._depth == 0 and graph_task() == -1
+        """What a checkpoint calls again in a backward pass is a part of that pass, and so is a compiled one."""
+        return self._depth == 0 and graph_task() == -1 and not is_compiled_backward()
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         if self._is_outermost():

@@ -43,6 +43,7 @@ COMPILE = "the marks of torch.compile regions"
 SCALED = "scaled products into a given tensor (_scaled_mm.out)"
 INT4 = "the shape of int4 weight-only matrix products"
 CTC_LOSS = "the backward of ctc_loss"
+COMPILED_AUTOGRAD = "compiled autograd"
 TRACES = "torch.jit.trace of what is on the GPU"
 AOT_INDUCTOR = "packages of AOTInductor"
 TEXT_KERNELS = "a refusal by name of kernels that are given to torch as text"
@@ -225,6 +226,13 @@ COMPILED_CALL = "_compiled_call_impl"
 AROUND_COMPILED_CALL = listed(
     COMPILE, "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
 )
+_COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+IN_COMPILED_BACKWARD = listed(
+    COMPILED_AUTOGRAD, _COMPILED_AUTOGRAD, "in_compiled_autograd_region", "whether a compiled backward pass runs"
+)
+BACKWARD_GRAPH = listed(
+    COMPILED_AUTOGRAD, _COMPILED_AUTOGRAD, "extract_bw_module", "the backward graph that it takes as a part of its own"
+)
 DYNAMO = listed(COMPILE, "torch._dynamo", "eval_frame", "its table of torch's functions, which is made at import")
 listed(COMPILE, "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True)
 listed(COMPILE, "torch.nn", f"Module.{COMPILED_CALL}", "whether a layer compiles itself", on_instances=True)
@@ -319,3 +327,9 @@ for _module, _attributes, _used in (
         needed(_module, _attribute, _used)
 if torch.distributed.is_available():
     resolve_group = needed("torch.distributed.distributed_c10d", "_resolve_process_group", "which ranks a group has")
+
+
+def is_compiled_backward() -> bool:
+    """Whether a backward pass runs as a compiled graph (compiled autograd): autograd itself runs none then."""
+    module = sys.modules.get(IN_COMPILED_BACKWARD.module)  # asked for each op
+    return module is not None and getattr(module, IN_COMPILED_BACKWARD.attribute, False)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from flopmeter.torch_names.private import COMPILED_MODULE, next_node_number
+from flopmeter.torch_names.private import COMPILED_MODULE, is_compiled_backward, next_node_number
 
 
 class ModulePaths:
@@ -70,6 +70,8 @@ class ModulePaths:
         return None if index < 0 or is_accumulation else self._paths[index]
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
+        if is_compiled_backward():
+            return  # the backward pass itself, which torch makes a module
         if not self._is_on():
             self.missed += threading.get_ident() != self._thread
             return
