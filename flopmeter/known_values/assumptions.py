@@ -153,6 +153,11 @@ class Assumptions:
         """Counts one use of the rule, for the op at this line of the program."""
         return self.noter(rule, func)()
 
+    def taking_back(self, use: Assumption) -> Callable[[], None]:
+        """A function that counts this use, the last of its kind, no more."""
+        when, now = self._uses[use.rule, use.op, use.where], self._now()
+        return lambda: when.remove(now)
+
     def noter(self, rule: str, func: Any) -> Callable[[], Assumption]:
         """A function that counts one use of the rule, for the op at this line of the program, when it is called."""
         use = (rule, str(func), caller())

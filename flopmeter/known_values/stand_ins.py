@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flopmeter.known_values import assumptions
+from flopmeter.known_values.assumptions import Assumption
 from flopmeter.known_values.branches import answer_without_error
 from flopmeter.known_values.replay import Invocation, Knowledge
 from flopmeter.known_values.values import address, is_count, no_modes, spans_storage
@@ -49,22 +50,53 @@ def keep(known: Knowledge, result: Any) -> None:
 
 def of_number(known: Knowledge, number: Tensor, func: Any) -> float | int | bool:
     """The stand-in for a tensor of one number."""
-    value = note(known, number.dtype, func, known.as_compared.get(number, CONDITION))
+    value, _ = _noted(known, number.dtype, func, known.as_compared.get(number, CONDITION))
     if not known.values.has_stand_in(number):
         return value
     with no_modes():
         return known.values.read(number).item()
 
 
-def _like(known: Knowledge, source: Tensor, func: Any) -> Tensor | float:
-    """The stand-ins for an unknown tensor, or the one that all of its elements have."""
-    value = note(known, source.dtype, func)
-    return known.values.read(source) if known.values.has_stand_in(source) else value
+def on_host(known: Knowledge, call: Invocation) -> Tensor:
+    """For a copy of an unknown tensor to the host: one of its shape, full of stand-ins."""
+    (source, *_), dtype = call.args, call.kwargs.get("dtype")
+    with no_modes():
+        target = torch.empty_like(source, dtype=dtype or source.dtype, device="cpu")
+    return _sent(known, source, target, call.func)
 
 
-def note(known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDITION) -> float | int | bool:
-    """The stand-in for one number of the type; its use is noted. `compared`: for a condition, the answer unless the
-    program fails with it.
+def into_host(known: Knowledge, call: Invocation) -> Tensor:
+    """For an unknown tensor that is copied into one of the host."""
+    target, source = call.args[:2]
+    return _sent(known, source, target, call.func)
+
+
+def _sent(known: Knowledge, source: Tensor, target: Tensor, func: Any) -> Tensor:
+    value, use = _noted(known, source.dtype, func)
+    stand_in = known.values.read(source) if known.values.has_stand_in(source) else torch.as_tensor(value, device="cpu")
+    with no_modes():
+        target.copy_(stand_in)
+    known.sent_unknown[target] = known.assume.taking_back(use)
+    return target
+
+
+def comes_back(known: Knowledge, source: Tensor) -> bool:
+    """Whether a tensor that is copied to the device holds stand-ins of an unknown one, as activations do that wait on
+    the host for the backward pass: the copy is unknown too, and that nobody reads them is no assumption."""
+    if source not in known.sent_unknown:
+        return False
+    take_back = known.sent_unknown[source]
+    known.sent_unknown[source] = None
+    if take_back is not None:
+        take_back()
+    return True
+
+
+def _noted(
+    known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDITION
+) -> tuple[float | int | bool, Assumption]:
+    """The stand-in for one number of the type, and its use, which is noted. `compared`: for a condition, the answer
+    unless the program fails with it.
 
     Raises EndlessLoopError where one line asks for ever.
     """
@@ -81,7 +113,7 @@ def note(known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDI
             f"{use.where} asked {use.count:,} times for a value that is not known here ({rule}): a loop that waits for "
             "another answer never ends. Bound its turns, as in `for _ in range(50)`"
         )
-    return value
+    return value, use
 
 
 def _of_condition(compared: bool) -> tuple[str, bool]:
@@ -93,23 +125,6 @@ def _of_condition(compared: bool) -> tuple[str, bool]:
         return assumptions.CONDITION_HOLDS, True
     is_loop = frame is not None and getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("while ")
     return assumptions.LOOP_ENDS if is_loop else assumptions.CONDITION_FAILS, CONDITION
-
-
-def on_host(known: Knowledge, call: Invocation) -> Tensor:
-    """For a copy of an unknown tensor to the host: one of its shape, full of stand-ins."""
-    (source, *_), dtype = call.args, call.kwargs.get("dtype")
-    value = _like(known, source, call.func)
-    with no_modes():
-        return torch.empty_like(source, dtype=dtype or source.dtype, device="cpu").copy_(torch.as_tensor(value))
-
-
-def into_host(known: Knowledge, call: Invocation) -> Tensor:
-    """For an unknown tensor that is copied into one of the host."""
-    target, source = call.args[:2]
-    value = _like(known, source, call.func)
-    with no_modes():
-        filled: Tensor = target.copy_(torch.as_tensor(value))
-    return filled
 
 
 COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}

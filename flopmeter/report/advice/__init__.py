@@ -14,6 +14,7 @@ from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     gradients,
     layout,
     needless,
+    offload,
     optimizers,
     recurrent,
     tables,
