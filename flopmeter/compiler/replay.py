@@ -19,7 +19,8 @@ from flopmeter.compiler.origins import origin_of
 from flopmeter.compiler.plan import Constant, Placed, Plan, PlanStep, plan_of
 from flopmeter.compiler.pricing import uncounted_in
 from flopmeter.compiler.regions import Sizes
-from flopmeter.records import Call, CompiledGraph, CompiledKernel, FlexBody, Phase
+from flopmeter.known_values.assumptions import TORCH, caller
+from flopmeter.records import Call, CompiledGraph, CompiledKernel, FlexBody, Origin, Phase
 from flopmeter.torch_names.frames import callers
 from flopmeter.torch_names.private import is_compiled_backward, no_dispatch_modes
 from flopmeter.trace.recorder import Recorder
@@ -56,7 +57,7 @@ class Replay:
         call = len(compilation.calls)
         compilation.calls.append(self._graph.number)
         self._graph.calls += 1
-        root, phase = self._paths.root(self._graph, args), self._phase(plan)
+        root, phase, sources = self._paths.root(self._graph, args), self._phase(plan), _Sources()
         held: dict[str, Tensor] = dict(zip(plan.inputs, args, strict=True))
         known = plan.known.computed(args, recorder.values)
         bodies = plan.masks.bodies(known, recorder.values)
@@ -83,7 +84,7 @@ class Replay:
                     present,
                     module,
                     "recompute" if is_again else phase,
-                    main.source if main else None,
+                    sources.of(main),
                     call,
                     written,
                 )
@@ -204,6 +205,20 @@ def _laid_out(output: Placed, tensor: Tensor) -> Tensor:
     with no_dispatch_modes(), torch.no_grad():
         seen: Any = torch.empty(0, dtype=output.dtype, device=tensor.device)
         return seen.set_(tensor.untyped_storage(), output.offset, output.shape, output.stride)
+
+
+class _Sources:
+    """The lines of the program that one call of a graph is of. Of a function of torch's own that the program compiles
+    (flex_attention, an optimizer's step) Dynamo knows torch's lines alone: then it is the line that called it."""
+
+    def __init__(self) -> None:
+        self._caller: str | None = None
+
+    def of(self, origin: Origin | None) -> str | None:
+        if origin is None or not (origin.source or "").startswith(TORCH):
+            return origin.source if origin else None
+        self._caller = self._caller or caller()
+        return self._caller
 
 
 class _Paths:
