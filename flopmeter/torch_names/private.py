@@ -179,6 +179,10 @@ listed(
     TRACES, "torch.nn.modules.rnn", "RNNBase._flat_weights", "what a script's recurrent layer holds", on_instances=True
 )
 listed(TRACES, "torch.nn.modules.rnn", "RNNBase._flat_weights_names", "in which order", on_instances=True)
+PROFILING_SWITCHES = tuple(
+    listed(TRACES, "torch._C", name, "TorchScript's executors, of which the older one refuses meta tensors")
+    for name in ("_jit_set_profiling_executor", "_jit_set_profiling_mode")
+)
 listed(TRACES, "torch.jit", "ScriptModule._c", "where a script keeps its weights", on_instances=True)
 SET_TRACING_STATE = listed(TRACES, "torch._C", "_set_tracing_state", "pauses it")
 listed(FUNCTORCH, "torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")
