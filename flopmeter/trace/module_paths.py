@@ -31,6 +31,7 @@ class ModulePaths:
         self.path = ""  # of the innermost module whose forward runs; '' outside of modules
         self.calls = 0  # module calls so far
         self.missed = 0
+        self.first_missed = ""  # the class of the outermost of them
         self._thread = threading.get_ident()
         self._stack: list[tuple[str, nn.Module]] = []
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # id -> last path
@@ -73,7 +74,9 @@ class ModulePaths:
         if is_compiled_backward():
             return  # the backward pass itself, which torch makes a module
         if not self._is_on():
-            self.missed += threading.get_ident() != self._thread
+            if threading.get_ident() != self._thread:
+                self.first_missed = self.first_missed or type(module).__name__
+                self.missed += 1
             return
         self.calls += 1
         self.path = self.path_of(module)
