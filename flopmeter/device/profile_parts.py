@@ -146,6 +146,11 @@ class Host(SchemaRecord):
         return self.relative_time * (self.launch_seconds + (self.library_seconds if is_library else 0.0))
 
     @property
+    def further_launch_seconds(self) -> float:
+        """A kernel that a library launches in a loop of its own: what a launch adds to an op that launches none."""
+        return self.relative_time * (self.launch_seconds - self.view_seconds)
+
+    @property
     def summary(self) -> str:
         """What the model of the host assumes, in one line."""
         costs = {
