@@ -41,9 +41,8 @@ from flopmeter.timing import Host, PowerLaws, RankRun, TimedRun, host_seconds, t
 from flopmeter.timing.peak_memory import memory_of
 from flopmeter.timing.timeline import messages_of
 from flopmeter.torch_names.private import AOT_INDUCTOR, BUFFERS, DOUBLE_BACKWARD, PROPAGATION, PYTHON_OPS, lost
-from flopmeter.trace import overlap
+from flopmeter.trace import other_threads, overlap
 from flopmeter.trace.dtensor import unseen_propagation
-from flopmeter.trace.other_threads import OtherThreads
 from flopmeter.trace.recorder import Recorder
 from flopmeter.trace.shapes_only import ShapesOnly
 from flopmeter.trace.storages import StorageListener
@@ -261,7 +260,7 @@ class FlopMeter:
         self._recorder: Recorder | None = None
         self._values: KnownValues | None = None
         self._emulation: Emulation | None = None
-        self._other_threads = OtherThreads()
+        self._other_threads = other_threads.OtherThreads()
         self._depth = 0
         self._undo = ExitStack()
 
@@ -291,7 +290,7 @@ class FlopMeter:
                 self._exports = undo.enter_context(Exports()) if self._emulation else None
                 if self._emulation and not by_rules:
                     self._session = undo.enter_context(self._new_session(self._emulation, self._recorder, self._values))
-                self._other_threads = undo.enter_context(OtherThreads(self._values))
+                self._other_threads = undo.enter_context(other_threads.OtherThreads(self._values))
                 overlap.push(self, self._close)
                 self._undo = undo.pop_all()
         elif not overlap.is_open(self):
@@ -412,8 +411,8 @@ class FlopMeter:
 
     def _caution(self, ops: range | None) -> str:
         """What the reader must know before believing the time of these ops."""
-        if self._recorder and (modules := self._recorder.modules.missed):
-            return f"{modules:,} calls of modules in other threads are not metered: the time is of all else"
+        if self._recorder and self._recorder.modules.missed:
+            return other_threads.caution(self._recorder.modules)
         return guess_of_length(self._assumed_in(ops))
 
     def _not_metered(self) -> Iterator[str]:

@@ -428,6 +428,43 @@ def test_a_graph_break_names_file_line_and_reason() -> None:
     assert "graph breaks: 1" in report.explain_compile()
 
 
+def test_graph_breaks_are_as_many_as_dynamo_counts_also_before_any_op_and_after_the_last() -> None:
+    def broken(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        y = x.sin()
+        torch._dynamo.graph_break()
+        torch._dynamo.graph_break()
+        y = y.cos()
+        torch._dynamo.graph_break()
+        torch._dynamo.graph_break()
+        return y
+
+    _, report = metered(lambda: torch.compile(broken)(meta(8)))
+    counters = torch._dynamo.utils.counters["graph_break"]
+    counters.clear()
+    torch._dynamo.reset()
+    torch.compile(broken, backend="eager")(torch.zeros(8))
+    found = [each for graph in report.graphs for each in graph.breaks]
+    assert len(found) == sum(counters.values())
+    assert f"graph breaks: {len(found)}" in str(report)
+
+
+def test_equal_graph_breaks_have_one_line_with_their_number() -> None:
+    def halved(x: Tensor) -> Tensor:
+        x = x / 2
+        torch._dynamo.graph_break()  # three times
+        return x
+
+    def run() -> None:
+        for size in (8, 9, 10):  # compiled again for each
+            torch.compile(halved, dynamic=False)(meta(size))
+
+    _, report = metered(run)
+    lines = [line for line in str(report).splitlines() if line.startswith("graph break at")]
+    assert len(lines) == 1
+    assert " (3 times): Call to" in lines[0]
+
+
 def test_what_is_no_tensor_comes_out_of_a_compiled_graph_as_it_went_in() -> None:
     """A placement of DTensor that a function makes before a graph break, as torch compiles it since 2.13."""
 

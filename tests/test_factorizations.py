@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from flopmeter import FlopMeter, Report
+from flopmeter import FlopMeter, Report, load_hardware
 
 H100 = "h100-sxm5-80gb"
 
@@ -74,3 +75,31 @@ def test_a_report_says_that_the_chain_is_what_takes_long() -> None:
     report = metered(lambda: torch.linalg.qr(square()))
     assert report.regime == "overhead"
     assert "8,192 kernels one after another, which take longer to start than to work" in str(report)
+
+
+def on_host(relative_time: float, run: Callable[[], object]) -> Report:
+    hardware = load_hardware(H100)
+    host = dataclasses.replace(hardware.host, relative_time=relative_time)
+    with torch.inference_mode(), FlopMeter(dataclasses.replace(hardware, host=host)) as meter:
+        run()
+    return meter.report()
+
+
+def test_the_host_launches_each_kernel_of_a_chain_and_the_device_waits_for_a_slow_one() -> None:
+    """By hand: a launch adds 6.5 - 3.2 µs to an op that launches none; QR of 1,024 columns launches 8,192 kernels.
+    The device begins with the first of them, so that the longer of the two chains counts, not their sum."""
+    quick, slow = (on_host(relative, lambda: torch.linalg.qr(square())) for relative in (0.01, 4.0))
+    for report, relative in ((quick, 0.01), (slow, 4.0)):
+        assert report.launch_seconds == pytest.approx(relative * (8191 * 3.3e-6 + 6.5e-6), rel=0.01)
+    assert quick.seconds < 1.01 * quick.kernel_seconds
+    assert slow.seconds == pytest.approx(slow.launch_seconds, rel=0.01)
+
+
+def test_what_follows_a_chain_is_sent_when_all_of_it_is() -> None:
+    x = torch.empty(8, device="meta")
+    alone, followed = (on_host(4.0, run) for run in (
+        lambda: torch.linalg.qr(square()),
+        lambda: (torch.linalg.qr(square()), x + 1),
+    ))  # fmt: skip
+    assert followed.launch_seconds - alone.launch_seconds == pytest.approx(4 * 6.5e-6, rel=0.01)
+    assert followed.seconds > alone.seconds

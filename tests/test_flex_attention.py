@@ -466,3 +466,26 @@ def test_the_gradient_of_what_a_score_captured_is_added_into_zeros():
     assert (zeros.bytes_read, zeros.bytes_written) == (0, rows * width * 4)
     named = picked * width * 4  # the values, and the places that they are added to
     assert (added.flops, added.bytes_read, added.bytes_written) == (picked * width, picked * 8 + 2 * named, named)
+
+
+def test_flex_attention_outside_of_torch_compile_is_advised_to_be_compiled_first():
+    """To the time that the program takes so. What torch casts on its way is no line of the program's to change."""
+
+    def attending(attend):
+        tensors = [torch.empty(2, 8, 4096, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in "qkv"]
+        with FlopMeter("h100-sxm5-80gb", source=True) as meter:
+            attend(*tensors, score_mod=lambda score, b, h, q, k: score + (q - k)).sum().backward()
+        return meter.report()
+
+    first, *others = attending(flex_attention).advice
+    assert first.remedy == "torch.compile(flex_attention), which is one kernel"
+    assert abs(first.run_seconds_then / attending(compiled).seconds - 1) < 0.1
+    assert not [each for each in others if "there too" in each.remedy]
+
+
+def test_a_function_of_torchs_that_a_program_compiles_is_told_by_the_programs_line():
+    tensors = [torch.empty(2, 8, 1024, 64, dtype=torch.bfloat16, device="meta") for _ in "qkv"]
+    with FlopMeter("h100-sxm5-80gb", source=True) as meter:
+        compiled(*tensors)
+    (op,) = (op for op in meter.trace.ops if op.call.name == "flex_attention")
+    assert __file__ in op.source

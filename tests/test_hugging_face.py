@@ -186,3 +186,27 @@ def test_a_script_that_imports_transformers_under_the_run_generates_to_its_last_
     assert ran.stdout == "torch.Size([1, 21])\n", ran.stderr
     assert "the last of 5 (marked by calls of LlamaForCausalLM)" in ran.stderr
     assert "no sequence ends before max_new_tokens" in ran.stderr
+
+
+SPECULATES = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def model(layers):
+    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=1000, eos_token_id=2)
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes)).eval().cuda()
+
+for sampled in (False, True):
+    ids = torch.randint(5, 1000, (1, 16)).cuda()
+    print(model(2).generate(ids, assistant_model=model(1), max_new_tokens=12, do_sample=sampled).shape)
+"""
+
+
+def test_a_script_that_speculates_with_a_draft_looks_for_the_end_in_what_was_accepted(tmp_path):
+    """transformers copies its settings, the tokens that end a sequence among them, and finds their places."""
+    script = tmp_path / "speculates.py"
+    script.write_text(SPECULATES)
+    command = [sys.executable, "-m", "flopmeter", "run", "--hardware", "l4", str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert ran.stdout == "torch.Size([1, 28])\n" * 2, ran.stderr
+    assert "marked by calls of LlamaForCausalLM" in ran.stderr

@@ -420,6 +420,13 @@ def test_values_that_the_program_reads_stand_in_and_are_listed_once_a_line():
     assert sum("test_run.py" in use and "(3x)" in use and "stand-in 1.0" in use for use in assumed) == 1
 
 
+def test_a_deep_copy_is_known_as_what_was_copied_still_is():
+    with flopmeter.cuda(A100):
+        ends = torch.tensor([2, 7], device="cuda")
+        assert copy.deepcopy(ends).tolist() == [2, 7]
+        assert ends.tolist() == [2, 7]
+
+
 def test_control_flow_that_hangs_on_a_stand_in_is_listed():
     with flopmeter.cuda(A100) as device:
         loss = torch.randn(4, device="cuda").mean().item()

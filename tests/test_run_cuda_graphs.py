@@ -9,6 +9,8 @@ from torch import nn
 import flopmeter
 from flopmeter import FlopMeter, Report
 from flopmeter.launch.modes import GRAPH_LAUNCH_SECONDS
+from flopmeter.run.script import Script, run
+from flopmeter.run.session import ScriptSession, Wishes
 
 A100 = "a100-sxm4-80gb"
 DEPTH = 20
@@ -157,3 +159,41 @@ def test_tensors_have_one_address_where_they_share_memory_and_else_two():
         assert x[1].data_ptr() - x.data_ptr() == 4 * 4
         assert len({parameter.data_ptr() for parameter in layers().cuda().parameters()}) == 2 * DEPTH
     assert torch.zeros(2, device="meta").data_ptr() == 0
+
+
+WHOLE_STEP = """
+import torch
+from torch import nn
+
+model, x, aside = nn.Linear(64, 64).cuda(), torch.zeros(8, 64, device="cuda"), torch.cuda.Stream()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step():
+    optimizer.zero_grad(set_to_none=True)
+    model(x).sum().backward()
+    optimizer.step()
+
+aside.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(aside):
+    for _ in range(11):
+        step()
+torch.cuda.current_stream().wait_stream(aside)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    step()
+for _ in range(100):
+    graph.replay()
+"""
+
+
+def test_steps_that_warm_up_for_a_capture_on_a_stream_of_their_own_do_not_end_the_run(tmp_path):
+    """As torch's notes on CUDA graphs have it, with the warm-up of DDP: the third step is the second replay."""
+    script = tmp_path / "captures.py"
+    script.write_text(WHOLE_STEP)
+    session = ScriptSession(A100, Wishes(steps=3))
+    with session.open():
+        ending = run(Script(str(script)), session)
+        assert ending.error is None, ending
+        report = session.report("captures.py").step
+    assert len(graphs_of(report)) == 1
+    assert report.launch_seconds == pytest.approx(GRAPH_LAUNCH_SECONDS)

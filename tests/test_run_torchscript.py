@@ -111,3 +111,26 @@ def test_a_device_of_torch_cuda_is_a_type():
     with flopmeter.cuda(A100):
         assert isinstance(torch.cuda.device(0), torch.cuda.device)
         assert not isinstance(0, torch.cuda.device)
+
+
+def modulated(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * (1 + scale) + shift
+
+
+def test_a_script_that_asks_for_torchscripts_older_executor_runs_the_ops_of_its_functions():
+    """Its fuser refuses meta tensors. Score-Entropy-Discrete-Diffusion switches it on so."""
+    with flopmeter.cuda("h100-sxm5-80gb") as device:
+        torch._C._jit_set_profiling_mode(False)
+        torch._C._jit_set_profiling_executor(False)
+        torch._C._jit_override_can_fuse_on_cpu(True)
+        torch._C._jit_override_can_fuse_on_gpu(True)
+        scripted = torch.jit.script(modulated)
+        x, shift, scale = (torch.ones(4, rows, 8, device="cuda", requires_grad=True) for rows in (16, 1, 1))
+        for _ in range(3):
+            scripted(x, shift, scale).sum().backward()
+    torch._C._jit_override_can_fuse_on_cpu(False)
+    torch._C._jit_override_can_fuse_on_gpu(False)
+    report = device.report().step
+    flops = {row.name: row.flops for row in report.rows("phase")}
+    assert flops["forward"] == 4 * 8 + 3 * 4 * 16 * 8  # 1 + scale, a product, a sum and the sum of all
+    assert any("TorchScript's older executor is left out" in note for note in report.notes)

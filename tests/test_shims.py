@@ -114,6 +114,103 @@ def test_swiglu_of_xformers_has_three_products():
     assert stepped("xformers", program).macs == 2 * (8 * 64 * 256) + 3 * (8 * 128 * 32)
 
 
+def test_xformers_layers_and_profiler_run_as_what_they_do():
+    """SwiGLU: a product of 64 x 2 * 128 and one of 128 x 64, over 2 x 16 rows; nothing is profiled."""
+
+    def program():
+        import xformers.profiler
+        from xformers.ops import RMSNorm, SwiGLU, masked_matmul
+
+        model = nn.Sequential(RMSNorm(64), SwiGLU(64, 128)).cuda()
+        x = torch.randn(2, 16, 64, device="cuda")
+        seen = torch.ones(16, 16, dtype=torch.bool, device="cuda").tril()
+        assert masked_matmul(x, x.transpose(1, 2), seen).shape == (2, 16, 16)
+        with xformers.profiler.profile(output_dir="nowhere", module=model, schedule=[]):
+            assert model(x).shape == x.shape
+            xformers.profiler.step()
+
+    assert stepped("xformers", program).macs == 2 * 16 * (64 * 256 + 128 * 64)
+
+
+# As `__init__.py` and the modules below it name them at 0251105 (flash-attention) and in 0.0.35 (xformers).
+PUBLIC = {
+    "flash_attn": {
+        "flash_attn": "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
+        "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache",
+        "flash_attn.layers.rotary": "apply_rotary_emb apply_rotary_emb_func apply_rotary_emb_qkv_ apply_rotary_emb_kv_ "
+        "RotaryEmbedding",
+        "flash_attn.bert_padding": "index_first_axis index_put_first_axis unpad_input pad_input",
+        "flash_attn.losses.cross_entropy": "CrossEntropyLoss",
+        "flash_attn.modules.mha": "FlashSelfAttention FlashCrossAttention",
+        "flash_attn.ops.rms_norm": "rms_norm dropout_add_rms_norm RMSNorm",
+        "flash_attn.ops.layer_norm": "layer_norm dropout_add_layer_norm",
+        "flash_attn.ops.fused_dense": "fused_dense_func FusedDense",
+        "flash_attn.ops.activations": "swiglu bias_gelu_impl fast_gelu_impl",
+        "flash_attn.ops.triton.layer_norm": "layer_norm_fn rms_norm_fn RMSNorm",
+        "flash_attn.ops.triton.rotary": "apply_rotary",
+        "flash_attn.ops.triton.cross_entropy": "cross_entropy_loss",
+    },
+    "xformers": {
+        "xformers.ops": "AttentionBias AttentionMask AttentionOp AttentionOpBase LowerTriangularMask SwiGLU swiglu "
+        "MemoryEfficientAttentionCutlassFwdFlashBwOp MemoryEfficientAttentionCutlassOp RMSNorm unbind masked_matmul "
+        "MemoryEfficientAttentionFlashAttentionOp memory_efficient_attention memory_efficient_attention_forward "
+        "index_select_cat scaled_index_add",
+        "xformers.profiler": "profile step MemSnapshotsProfiler PyTorchProfiler NsightProfiler",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("shim", "module"), [(shim, module) for shim, modules in PUBLIC.items() for module in modules], ids=str
+)
+def test_a_shim_has_the_public_names_of_its_package(shim, module):
+    assert set(PUBLIC[shim][module].split()) <= modules_of(shim)[module].keys()
+
+
+def test_flash_attns_rotary_of_packed_heads_turns_q_and_k_in_one_kernel_each_way():
+    """By hand: q and k of [2, 64, 3, 4, 32]; then 4 heads of q and 2 of k among 8; k alone of [2, 64, 2, 4, 32]. Three
+    operations for each element that is turned."""
+
+    def program():
+        from flash_attn.layers.rotary import apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+
+        cos = sin = torch.ones(64, 16, device="cuda", dtype=torch.bfloat16)
+        qkv, heads, kv = (
+            torch.zeros(2, 64, *sizes, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for sizes in ((3, 4), (8,), (2, 4))
+        )
+        out = [
+            apply_rotary_emb_qkv_(qkv * 1.0, cos, sin),
+            apply_rotary_emb_qkv_(heads * 1.0, cos, sin, num_heads_q=4, seqlen_offsets=3),
+            apply_rotary_emb_kv_(kv * 1.0, cos, sin),
+        ]
+        sum(each.sum() for each in out).backward()
+        assert [each.grad.shape for each in (qkv, heads, kv)] == [each.shape for each in (qkv, heads, kv)]
+
+    found = kernels(stepped("flash_attn", program))["rotary"]
+    assert (found.calls, found.flops) == (6, 2 * 3 * 2 * 64 * 32 * (8 + 6 + 4))
+
+
+def test_flash_attns_losses_and_layers_have_the_products_and_results_of_torchs():
+    def program():
+        from flash_attn.losses.cross_entropy import CrossEntropyLoss
+        from flash_attn.modules.mha import FlashSelfAttention
+        from flash_attn.ops.fused_dense import FusedDense
+        from flash_attn.ops.rms_norm import RMSNorm
+
+        dense, norm = (each.cuda().bfloat16() for each in (FusedDense(64, 96), RMSNorm(64)))
+        x = torch.randn(2, 16, 64, device="cuda", dtype=torch.bfloat16)
+        qkv = dense(norm(x)).view(2, 16, 3, 2, 16)
+        out = FlashSelfAttention(causal=True)(qkv)
+        labels = torch.zeros(32, dtype=torch.long, device="cuda")
+        CrossEntropyLoss()(out.flatten(2).flatten(0, 1), labels).backward()
+        assert dense.weight.grad.shape == (96, 64)
+
+    macs, attention = stepped("flash_attn", program).macs, 2 * 2 * 2 * 16 * 16 * 16
+    dense = 2 * 16 * 64 * 96
+    assert macs == 3 * dense + attention + 5 * attention // 2  # five products of the backward pass, not two
+
+
 def test_apex_updates_and_norms_are_one_kernel():
     def program():
         from apex.normalization import FusedLayerNorm

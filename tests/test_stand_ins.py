@@ -123,3 +123,50 @@ def test_a_loop_that_waits_for_another_answer_for_ever_ends_in_an_error_that_nam
     with FlopMeter(unknown="stand-in"), pytest.raises(EndlessLoopError, match=rf"{__file__}:\d+ asked 50 times"):
         loop()
     assert len(turns) == 49
+
+
+COUNTS = {
+    "one more": lambda n: [(n + 1).item(), n.item(), (n + 1).item()],
+    "in place": lambda n: [n.add_(3).item(), n.mul_(2).item(), n.item()],
+    "written into a list": lambda n: written(torch.tensor([4, 5, 6], device=n.device), n),
+    "a place in a table": lambda n: torch.tensor([7, 8, 9], device=n.device)[n + 1].item(),
+    "behind known ones": lambda n: torch.cat([torch.tensor([4, 5], device=n.device), n[None] + 2]).tolist(),
+    "a slice up to it": lambda n: torch.zeros(5, device=n.device)[: n + 2].shape,
+    "in another type on the host": lambda n: (n + 1).to("cpu", torch.float64).tolist(),
+}
+
+
+def written(numbers, n):
+    numbers[1] = n + 1
+    return numbers.tolist()
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_is_computed_from_an_unknown_count_is_computed_from_its_stand_in(name):
+    got, _ = read(lambda x: COUNTS[name]((x > 2).sum()))
+    assert got == COUNTS[name](torch.tensor(0))  # on the CPU, with what stands in
+
+
+def test_unknown_numbers_that_flow_into_a_count_make_it_another_unknown():
+    def run(x):
+        n = (x > 2).sum()
+        n += 5
+        got = []
+        for change in (lambda n: n, lambda n: n.copy_(x[0])):
+            got.append(change(n).item())
+        return got
+
+    assert read(run) == ([5, 0], [f"{INTEGER} (2x)"])
+
+
+def test_a_loop_that_makes_one_token_more_than_were_accepted_comes_to_its_end():
+    """Speculative decoding: how many of a draft's tokens are accepted is unknown, and one more follows."""
+
+    def run(x):
+        tokens = torch.zeros(4, dtype=torch.long, device="meta")
+        while len(tokens) < 8:
+            accepted = (x.log() > x).long().cumprod(0).sum()
+            tokens = torch.cat([tokens, torch.zeros_like(tokens)])[: len(tokens) + accepted + 1]
+        return len(tokens)
+
+    assert read(run) == (8, [f"{INTEGER} (4x)"])

@@ -19,9 +19,10 @@ from flopmeter.compiler.origins import origin_of
 from flopmeter.compiler.plan import Constant, Placed, Plan, PlanStep, plan_of
 from flopmeter.compiler.pricing import uncounted_in
 from flopmeter.compiler.regions import Sizes
-from flopmeter.records import Call, CompiledGraph, CompiledKernel, FlexBody, Phase
+from flopmeter.known_values.assumptions import TORCH, caller
+from flopmeter.records import Call, CompiledGraph, CompiledKernel, FlexBody, Origin, Phase
 from flopmeter.torch_names.frames import callers
-from flopmeter.torch_names.private import no_dispatch_modes
+from flopmeter.torch_names.private import is_compiled_backward, no_dispatch_modes
 from flopmeter.trace.recorder import Recorder
 
 _OPTIMIZERS = f"torch{os.sep}optim{os.sep}"
@@ -56,7 +57,7 @@ class Replay:
         call = len(compilation.calls)
         compilation.calls.append(self._graph.number)
         self._graph.calls += 1
-        root, phase = self._paths.root(self._graph, args), self._phase(plan)
+        root, phase, sources = self._paths.root(self._graph, args), self._phase(plan), _Sources()
         held: dict[str, Tensor] = dict(zip(plan.inputs, args, strict=True))
         known = plan.known.computed(args, recorder.values)
         bodies = plan.masks.bodies(known, recorder.values)
@@ -83,7 +84,7 @@ class Replay:
                     present,
                     module,
                     "recompute" if is_again else phase,
-                    main.source if main else None,
+                    sources.of(main),
                     call,
                     written,
                 )
@@ -159,7 +160,7 @@ class Replay:
         return {name for name in outputs if isinstance(name, str)}
 
     def _phase(self, plan: Plan) -> Phase:
-        if self._graph.part == "backward":
+        if self._graph.part == "backward" or is_compiled_backward():
             return "backward"
         if self._recorder.is_in_step():
             return "optimizer"
@@ -206,6 +207,20 @@ def _laid_out(output: Placed, tensor: Tensor) -> Tensor:
         return seen.set_(tensor.untyped_storage(), output.offset, output.shape, output.stride)
 
 
+class _Sources:
+    """The lines of the program that one call of a graph is of. Of a function of torch's own that the program compiles
+    (flex_attention, an optimizer's step) Dynamo knows torch's lines alone: then it is the line that called it."""
+
+    def __init__(self) -> None:
+        self._caller: str | None = None
+
+    def of(self, origin: Origin | None) -> str | None:
+        if origin is None or not (origin.source or "").startswith(TORCH):
+            return origin.source if origin else None
+        self._caller = self._caller or caller()
+        return self._caller
+
+
 class _Paths:
     """The path of the module that a call of a graph belongs to. A backward graph belongs to the module in which its
     forward graph ran."""
@@ -214,7 +229,7 @@ class _Paths:
         self._recorder, self._meet = recorder, meet
 
     def root(self, graph: CompiledGraph, args: list[Any]) -> str:
-        if graph.part == "backward":
+        if graph.part == "backward" or is_compiled_backward():
             tensors = (value for value in args if isinstance(value, Tensor))
             known = (self._recorder.kept_by.get(value.untyped_storage()._cdata) for value in tensors)
             return next(filter(None, known), "")

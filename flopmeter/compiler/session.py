@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from flopmeter.as_cuda.autocast import traced_tensors_cast
 from flopmeter.as_cuda.kernels.convolution import runs_channels_last
 from flopmeter.compiler import constants, pace
+from flopmeter.compiler.breaks import Breaks
 from flopmeter.compiler.composites import composites_differentiate
 from flopmeter.compiler.frames import AroundTracing, Frames, nothing_around, text_of
 from flopmeter.compiler.hidden import hooks_hidden, ignore_warning, made_inside
@@ -36,7 +37,7 @@ from flopmeter.records.compiled import GraphPass
 from flopmeter.records.memory_format import CHANNELS_LAST
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher
-from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
+from flopmeter.torch_names.private import BACKWARD_GRAPH, PrivateName, no_dispatch_modes
 from flopmeter.trace import triton_kernels
 from flopmeter.trace.recorder import Recorder
 
@@ -81,6 +82,7 @@ class Session:
         self._left_eager: dict[str, None] = {}  # functions that run eagerly as a whole, and why
         self._outermost = OutermostCalls(recorder.trace, self._left_eager) if compiles_all else None
         self._frames = Frames(around_tracing, self._outermost, self._left_eager)
+        self._breaks = Breaks(lambda: self._is_here)
         self._reason: str | None = None  # of the compilation that runs
         self._is_micro_pipelined = self._has_regions = False
         self._not_measured: dict[str, None] = {}  # settings by which inductor would measure on the device
@@ -182,6 +184,7 @@ class Session:
             (names.SET_CAPTURABLE, self._around_set_capturable),
             (names.AROUND_CALL, self._around_call),
             (names.CONVERT_FRAME, self._frames.around),
+            (names.END_OF_GRAPH, self._breaks.around),
             (names.NOT_COMPILED, self._frames.around_giving_up),
             (names.CONVOLUTION_LAYOUT, self._in_place_of_convolution_layout),
             (names.GUARD_IDENTITY, self._frames.around_identity_guard),
@@ -201,6 +204,8 @@ class Session:
         )
         for name, wrapper in wrappers:
             self._patch_name(name, wrapper)
+        if BACKWARD_GRAPH.present():
+            self._patch_name(BACKWARD_GRAPH, self._around_backward_graph)
         self._keep_compiler_state()
         self._undo.enter_context(composites_differentiate())
         self._undo.callback(self._hidden.close)
@@ -248,7 +253,7 @@ class Session:
             settings[MICRO_PIPELINE] = False  # its ops need symmetric memory to be lowered into kernels
             function, reason, self._reason = _function(), self._reason, None
             start = functools.partial(CompiledGraph, function=function, recompiled_because=reason)
-            inner = functools.partial(self._compile, start=start, breaks=tuple(_breaks(model)))
+            inner = functools.partial(self._compile, start=start, breaks=self._breaks.before(model))
             graphs = len(self._compilation.graphs)
             try:
                 # Nearly always Dynamo calls; DDP's optimizer does when its parts run, with the recorder on.
@@ -318,6 +323,21 @@ class Session:
                 return plain(module, *args, **options)
 
         return joint_passes
+
+    def _around_backward_graph(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiled autograd traces the backward graph of a compiled function, as a part of its own, with the program's
+        tensors."""
+
+        @functools.wraps(plain)
+        def backward_graph(*args: Any) -> Any:
+            found = plain(*args)
+            if not self._is_here or not isinstance(found, GraphModule):
+                return found
+            on_meta = copied(found)
+            unpose(on_meta)
+            return on_meta
+
+        return backward_graph
 
     def _around_partition(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
@@ -420,6 +440,7 @@ class Session:
                 self._met[owner] = self._on_compiled_call(owner)
 
     def _end_call(self) -> None:
+        self._breaks.end_call(self._compilation.graphs)
         ends, self._met = list(self._met.values()), {}
         if sys.exc_info()[0] is None:
             for end in ends:
@@ -465,11 +486,3 @@ def _function() -> str:
     context = names.TRACING_CONTEXT.value()
     code = context.traced_code[0] if context is not None and context.traced_code else None
     return name_of(code) if code else "a graph"
-
-
-def _breaks(model: Any) -> Iterator[GraphBreak]:
-    reason = getattr(model, "compile_subgraph_reason", None)
-    if reason is not None and reason.graph_break:
-        place = reason.user_stack[-1] if reason.user_stack else None
-        text = " ".join(str(reason.reason).split())
-        yield GraphBreak(text, place.filename if place else "?", (place.lineno or 0) if place else 0)

@@ -154,6 +154,11 @@ class Host(SchemaRecord):
         return self.copy_gb_per_s * 1e9
 
     @property
+    def further_launch_seconds(self) -> float:
+        """A kernel that a library launches in a loop of its own: what a launch adds to an op that launches none."""
+        return self.relative_time * (self.launch_seconds - self.view_seconds)
+
+    @property
     def summary(self) -> str:
         """What the model of the host assumes, in one line."""
         costs = {

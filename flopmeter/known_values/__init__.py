@@ -15,14 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from flopmeter.known_values import entry_points, twins
+from flopmeter.known_values import entry_points, stand_ins, twins
 from flopmeter.known_values.assumptions import Assumption, Assumptions, DataDependentError
 from flopmeter.known_values.recall import has_initializer, recall_buffers
 from flopmeter.known_values.replay import Invocation, Knowledge
 from flopmeter.known_values.routing import Routing
 from flopmeter.known_values.rules import ValueRule, rule_of
 from flopmeter.known_values.twins import on_meta
-from flopmeter.known_values.values import address
+from flopmeter.known_values.values import address, is_count
+from flopmeter.records.tensors import tensors_in
 
 __all__ = ["Assumption", "DataDependentError", "KnownValues", "on_meta"]
 
@@ -89,6 +90,14 @@ class KnownValues(Knowledge):
             if self.values.cells.keys().isdisjoint(addresses):
                 return (kernel or func)(*args, **kwargs)
         return rule.handle(self, Invocation(func, args, kwargs, tensors, rule.writes, kernel))
+
+    def stands_in_for(self, result: Any) -> bool:
+        """Whether an op's result has integers that a program may read though they are unknown."""
+        return self.assume.stands_in and any(map(is_count, tensors_in(result)))
+
+    def keep_stand_ins(self, result: Any) -> None:
+        """Unknown integers among an op's results have stand-ins from here on."""
+        stand_ins.keep(self, result)
 
     def _meet(self, module: nn.Module, _inputs: Any) -> None:
         if has_initializer(module) and module not in self._met:

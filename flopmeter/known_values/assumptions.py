@@ -18,11 +18,11 @@ from flopmeter.known_values.values import MAX_ELEMENTS
 from flopmeter.torch_names.frames import callers
 from flopmeter.torch_names.private import graph_task
 
-_TORCH, _PACKAGE = (
+TORCH, _PACKAGE = (
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
 # The last two wrap functions of torch: deprecated ones, and those that run in a context.
-_SKIPPED = (_TORCH, _PACKAGE, typing_extensions.__file__, contextlib.__file__)
+_SKIPPED = (TORCH, _PACKAGE, typing_extensions.__file__, contextlib.__file__)
 _ASKING = tuple(os.path.join(_PACKAGE, room, "") for room in ("ask", "cli"))
 _TRITON = os.sep + os.path.join("triton", "runtime", "")  # between a program and the launch of its kernel
 
@@ -152,6 +152,11 @@ class Assumptions:
     def note(self, rule: str, func: Any) -> Assumption:
         """Counts one use of the rule, for the op at this line of the program."""
         return self.noter(rule, func)()
+
+    def taking_back(self, use: Assumption) -> Callable[[], None]:
+        """A function that counts this use, the last of its kind, no more."""
+        when, now = self._uses[use.rule, use.op, use.where], self._now()
+        return lambda: when.remove(now)
 
     def noter(self, rule: str, func: Any) -> Callable[[], Assumption]:
         """A function that counts one use of the rule, for the op at this line of the program, when it is called."""

@@ -29,7 +29,7 @@ def ask(known: Knowledge, call: Invocation) -> Any:
         return known.answer(call)
     if known.assume.stands_in and call.func is aten._local_scalar_dense.default:
         (number,) = call.tensors
-        return stand_ins.note(known, number.dtype, call.func, known.as_compared.get(number, stand_ins.CONDITION))
+        return stand_ins.of_number(known, number, call.func)
     raise DataDependentError(str(call.func))
 
 

@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flopmeter.known_values.assumptions import Assumptions
-from flopmeter.known_values.values import MAX_ELEMENTS, MAX_ROUTED_ELEMENTS, Values, address, is_small, no_modes
+from flopmeter.known_values.values import (
+    MAX_ELEMENTS,
+    MAX_ROUTED_ELEMENTS,
+    Values,
+    address,
+    is_count,
+    is_small,
+    no_modes,
+)
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.operators import aten_overloads as aten
 
@@ -60,6 +68,8 @@ class Knowledge:
         # The calls that the last `run` made instead of the given one, as (func, args, kwargs); () if it made that one.
         self.ran: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = ()
         self.as_compared: WeakIdKeyDictionary = WeakIdKeyDictionary()  # unknown conditions, and what stand-ins answer
+        # Tensors of the host that are full of stand-ins, and what to call if they come back without being read.
+        self.sent_unknown: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.masks_in_parts: dict[Any, Any] = {}  # BlockMasks that were evaluated: see trace/flex_blocks.py
         # `Call.groups` of the last `run`; None without groups, or if not known.
         self.groups: tuple[int, ...] | None = None
@@ -79,6 +89,10 @@ class Knowledge:
         outputs = list(tensors_in(result))
         if knows and all(map(self.is_small, (*call.tensors, *outputs))):
             self._replay_on_cpu(call, outputs)
+        elif not knows and self._counts(call, outputs):
+            self._replay_on_cpu(call, outputs)
+            for tensor in (*call.written(), *outputs):
+                self.values.mark_as_stand_in(tensor)
         elif knows and call.func in KEEPS_UNIFORM and all(map(self.values.is_uniform, call.tensors)):
             with no_modes():
                 ones = [self.values.read(tensor).flatten()[0] for tensor in call.tensors]
@@ -86,6 +100,18 @@ class Knowledge:
         else:
             self.forget(call.written())
         return result
+
+    def _counts(self, call: Invocation, outputs: list[Tensor]) -> bool:
+        """Whether the call computes integers from integers whose stand-ins it can take: one more than an unknown count
+        is one more than what stands in for it."""
+        return (
+            self.assume.stands_in
+            and all(
+                is_count(tensor) and (self.values.has_stand_in(tensor) or self.values.knows(tensor))
+                for tensor in call.tensors
+            )
+            and all(map(is_count, outputs))
+        )
 
     def run_unknown(self, call: Invocation) -> Any:
         """Run the op on meta; what it writes to is unknown afterwards, as its result is."""

@@ -113,7 +113,7 @@ def to_copy(known: Knowledge, call: Invocation) -> Any:
         if known.assume.stands_in:
             return stand_ins.on_host(known, call)
         raise DataDependentError(str(call.func))
-    if target.type != "meta":
+    if target.type != "meta" or (not source.is_meta and stand_ins.comes_back(known, source)):
         return call.run()
     if source.layout in (torch.sparse_coo, *COMPRESSED) and not source.is_meta:
         return _sparse_on_meta(source, call.kwargs.get("dtype") or source.dtype)
@@ -148,7 +148,10 @@ def overwrite(known: Knowledge, call: Invocation) -> Any:
     sources = [source for source in sources if isinstance(source, Tensor)]
     if not target.is_meta:
         return ask_copy(known, call) if any(source.is_meta for source in sources) else call.run()
-    is_lost = any(not source.is_meta and source.dim() and not _brings_values(source) for source in sources)
+    from_host = [source for source in sources if not source.is_meta]
+    is_lost = any(
+        stand_ins.comes_back(known, source) or (source.dim() and not _brings_values(source)) for source in from_host
+    )
     if is_lost or target.layout is not torch.strided:
         return known.run_unknown(call)
     can_become_known = known.is_small(target) and spans_storage(target) and not is_weight(target)
@@ -226,6 +229,14 @@ SPECIAL: dict[OpOverload, Handler] = {
     aten.masked_fill_.Tensor: masked_fill,
     aten.histc.default: histogram,
     aten.resize_.default: forget_all,
+    # A tensor that is given another storage has the values of that one, and neither storage is written to.
+    **dict.fromkeys(
+        (
+            aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor,
+            aten.set_.source_Tensor_storage_offset,
+        ),
+        view,
+    ),
     **dict.fromkeys((aten.randperm.default, aten.randperm.generator), drawn),
     **dict.fromkeys(stand_ins.COMPARISONS, stand_ins.compared),
     **dict.fromkeys(GATHERS, index),

@@ -4,6 +4,9 @@ One for each kind of number. A loss of 1.0 is finite, has a logarithm and divide
 does not hold leave loops and special cases as they are. Where the program raises an error in one of two cases, the
 other one is taken (branches.py), and a float that is compared with a number is 1.0 there too, as if the program had
 read it. Each use is an assumption, noted with the program's line.
+
+The stand-in belongs to the unknown, not to the question: few integers keep theirs with their storage, and what is
+computed from them alone is computed from their stand-ins too, so that one more than an unknown count is 1.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ import torch
 from torch import Tensor
 
 from flopmeter.known_values import assumptions
+from flopmeter.known_values.assumptions import Assumption
 from flopmeter.known_values.branches import answer_without_error
 from flopmeter.known_values.replay import Invocation, Knowledge
-from flopmeter.known_values.values import no_modes
+from flopmeter.known_values.values import address, is_count, no_modes, spans_storage
+from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.operators import aten_overloads as aten
 
 FLOAT, INTEGER, CONDITION = 1.0, 0, False
@@ -34,9 +39,64 @@ def compared(known: Knowledge, call: Invocation) -> Any:
     return result
 
 
-def note(known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDITION) -> float | int | bool:
-    """The stand-in for one number of the type; its use is noted. `compared`: for a condition, the answer unless the
-    program fails with it.
+def keep(known: Knowledge, result: Any) -> None:
+    """Unknown integers among an op's results have stand-ins from here on."""
+    for tensor in tensors_in(result):
+        if tensor.is_meta and is_count(tensor) and address(tensor) not in known.values.cells and spans_storage(tensor):
+            with no_modes():
+                known.values.write(tensor, torch.full_like(tensor, INTEGER, device="cpu"))
+            known.values.mark_as_stand_in(tensor)
+
+
+def of_number(known: Knowledge, number: Tensor, func: Any) -> float | int | bool:
+    """The stand-in for a tensor of one number."""
+    value, _ = _noted(known, number.dtype, func, known.as_compared.get(number, CONDITION))
+    if not known.values.has_stand_in(number):
+        return value
+    with no_modes():
+        return known.values.read(number).item()
+
+
+def on_host(known: Knowledge, call: Invocation) -> Tensor:
+    """For a copy of an unknown tensor to the host: one of its shape, full of stand-ins."""
+    (source, *_), dtype = call.args, call.kwargs.get("dtype")
+    with no_modes():
+        target = torch.empty_like(source, dtype=dtype or source.dtype, device="cpu")
+    return _sent(known, source, target, call.func)
+
+
+def into_host(known: Knowledge, call: Invocation) -> Tensor:
+    """For an unknown tensor that is copied into one of the host."""
+    target, source = call.args[:2]
+    return _sent(known, source, target, call.func)
+
+
+def _sent(known: Knowledge, source: Tensor, target: Tensor, func: Any) -> Tensor:
+    value, use = _noted(known, source.dtype, func)
+    stand_in = known.values.read(source) if known.values.has_stand_in(source) else torch.as_tensor(value, device="cpu")
+    with no_modes():
+        target.copy_(stand_in)
+    known.sent_unknown[target] = known.assume.taking_back(use)
+    return target
+
+
+def comes_back(known: Knowledge, source: Tensor) -> bool:
+    """Whether a tensor that is copied to the device holds stand-ins of an unknown one, as activations do that wait on
+    the host for the backward pass: the copy is unknown too, and that nobody reads them is no assumption."""
+    if source not in known.sent_unknown:
+        return False
+    take_back = known.sent_unknown[source]
+    known.sent_unknown[source] = None
+    if take_back is not None:
+        take_back()
+    return True
+
+
+def _noted(
+    known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDITION
+) -> tuple[float | int | bool, Assumption]:
+    """The stand-in for one number of the type, and its use, which is noted. `compared`: for a condition, the answer
+    unless the program fails with it.
 
     Raises EndlessLoopError where one line asks for ever.
     """
@@ -53,7 +113,7 @@ def note(known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDI
             f"{use.where} asked {use.count:,} times for a value that is not known here ({rule}): a loop that waits for "
             "another answer never ends. Bound its turns, as in `for _ in range(50)`"
         )
-    return value
+    return value, use
 
 
 def _of_condition(compared: bool) -> tuple[str, bool]:
@@ -65,23 +125,6 @@ def _of_condition(compared: bool) -> tuple[str, bool]:
         return assumptions.CONDITION_HOLDS, True
     is_loop = frame is not None and getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("while ")
     return assumptions.LOOP_ENDS if is_loop else assumptions.CONDITION_FAILS, CONDITION
-
-
-def on_host(known: Knowledge, call: Invocation) -> Tensor:
-    """For a copy of an unknown tensor to the host: one of its shape, full of stand-ins."""
-    (source, *_), dtype = call.args, call.kwargs.get("dtype")
-    value = note(known, source.dtype, call.func)
-    with no_modes():
-        return torch.full_like(source, value, dtype=dtype or source.dtype, device="cpu")
-
-
-def into_host(known: Knowledge, call: Invocation) -> Tensor:
-    """For an unknown tensor that is copied into one of the host."""
-    target, source = call.args[:2]
-    value = note(known, source.dtype, call.func)
-    with no_modes():
-        filled: Tensor = target.fill_(value)
-    return filled
 
 
 COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}

@@ -23,6 +23,9 @@ MAX_ELEMENTS = 1 << 20
 # The limit for integers and bools if the routing is assumed: masks [tokens, choices, experts] pick each expert's
 # tokens. 1,000 tokens that choose 12 of 768 experts make 2^23. At most 128 MB, and some 50 ms for an op on the CPU.
 MAX_ROUTED_ELEMENTS = 1 << 24
+# Stand-ins of unknown integers are kept apart up to this size: counts and lengths of a batch, tokens that a draft
+# proposes. An op on them takes microseconds on the CPU.
+MAX_COUNTS = 1 << 12
 
 
 def is_small(tensor: Tensor, most: int = MAX_ELEMENTS) -> bool:
@@ -39,6 +42,11 @@ def is_small(tensor: Tensor, most: int = MAX_ELEMENTS) -> bool:
 def is_discrete(tensor: Tensor) -> bool:
     """Whether the tensor holds integers or bools, which count, select and mask."""
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+
+
+def is_count(tensor: Tensor) -> bool:
+    """Whether the tensor holds few integers, which count or name places."""
+    return is_discrete(tensor) and tensor.dtype is not torch.bool and tensor.numel() <= MAX_COUNTS
 
 
 def is_weight(tensor: Tensor) -> bool:
@@ -63,7 +71,7 @@ def no_modes() -> Iterator[None]:
 class KnownStorage(weakref.ref[Any]):
     """The value of one meta storage. It is a weak reference: it does not keep the storage alive."""
 
-    __slots__ = ("address", "is_blank", "is_uniform", "memory", "version")
+    __slots__ = ("address", "is_blank", "is_stand_in", "is_uniform", "memory", "version")
 
     def __new__(cls, storage: Any, memory: Any, callback: Any = None, version: int | None = None) -> KnownStorage:
         return super().__new__(cls, storage, callback)
@@ -75,6 +83,7 @@ class KnownStorage(weakref.ref[Any]):
         self.version = version
         self.is_uniform = False  # the memory holds one element, and every element of the storage has its value
         self.is_blank = False  # made by torch.empty and not written to yet
+        self.is_stand_in = False  # unknown: the memory holds what the program gets if it reads it
 
 
 class Values:
@@ -89,12 +98,22 @@ class Values:
         if not tensor.is_meta:
             return tensor.device.type == "cpu"
         cell = self.cells.get(address(tensor))
-        if cell is None:
+        if cell is None or cell.is_stand_in:
             return False
         if is_weight(tensor) or (cell.version is not None and not self._adopt(cell, tensor)):
             del self.cells[cell.address]
             return False
         return True
+
+    def has_stand_in(self, tensor: Tensor) -> bool:
+        """Whether the value is unknown, and something stands in for it."""
+        cell = self.cells.get(address(tensor)) if tensor.is_meta else None
+        return cell is not None and cell.is_stand_in
+
+    def mark_as_stand_in(self, tensor: Tensor) -> None:
+        """What is kept of the tensor is no value of it, but stands in for one."""
+        if (cell := self.cells.get(address(tensor))) is not None:
+            cell.is_stand_in = True
 
     def read(self, tensor: Tensor) -> Tensor:
         """A CPU tensor that aliases the value: writing to it changes the value."""

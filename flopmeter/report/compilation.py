@@ -30,9 +30,9 @@ def in_short(graphs: tuple[CompiledGraph, ...]) -> Iterator[str]:
         f"compiled graphs: {len(ran)} in {sum(graph.calls for graph in ran):,} calls · kernels: {counts}"
         f" · graph breaks: {len(broken)} · recompiled: {len(recompiled)}"
     )
-    for each in broken:
+    for each, times in Counter(broken).items():
         reason = each.reason.split(" Explanation:")[0].split(" Hint:")[0]
-        yield f"graph break at {each.file}:{each.line}: {reason}"
+        yield f"graph break at {each.file}:{each.line}{f' ({times:,} times)' if times > 1 else ''}: {reason}"
     for graph in recompiled:
         reason = (graph.recompiled_because or "").partition(" User stack trace")[0]
         yield f"recompiled {graph.function}: {shorten(reason, MOST_REASON, placeholder=' ...')}"

@@ -31,6 +31,7 @@ from flopmeter.torch_names.dispatcher import switched_on
 from flopmeter.torch_names.operators import aten_overloads
 from flopmeter.torch_names.private import (
     PIN_BATCHES,
+    PROFILING_SWITCHES,
     SET_TRACING_STATE,
     TRACING_STATE,
     pin_batch,
@@ -85,10 +86,24 @@ def jit(named: NamedCuda, note: Callable[[str], None], aside: Callable[..., Call
             module = load(file, "cpu", *args, **kwargs)
         return module.to(map_location)
 
+    for switch in PROFILING_SWITCHES:
+        if switch.present():
+            yield Patch(switch.owner, switch.attribute, _kept_on(switch.value, note), "its fuser knows no meta tensors")
     yield Patch(torch.jit, "load", loaded, "takes the device named cuda")
     yield Patch(torch.jit, "trace", traced, "it traces what has no memory")
     for name in ("freeze", "optimize_for_inference"):
         yield Patch(torch.jit, name, _unfrozen(getattr(torch.jit, name), note), "it computes with the weights")
+
+
+def _kept_on(switch: Callable[[bool], bool], note: Callable[[str], None]) -> Callable[[bool], bool]:
+    """The fuser of TorchScript's older executor knows no meta tensors ("Unknown device for graph fuser")."""
+
+    def switched(is_on: bool) -> bool:
+        if not is_on:
+            note("TorchScript's older executor is left out: ops of scripted functions are counted one by one, unfused")
+        return switch(True)
+
+    return switched
 
 
 def _unfrozen(own: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:

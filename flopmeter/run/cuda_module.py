@@ -20,7 +20,8 @@ import torch
 
 from flopmeter.as_cuda import CudaTarget
 from flopmeter.device.hardware import Hardware
-from flopmeter.run import streams
+from flopmeter.run import cuda_submodules, streams
+from flopmeter.run.cuda_submodules import absent, left_out
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory
 from flopmeter.run.graph_pools import graph_pool_handle
@@ -52,7 +53,7 @@ _AS_THEY_ARE = {
     "CudaError", "DeferredCudaCallError", "cudaStatus", "has_half", "has_magma", "default_generators",
     "BFloat16Storage", "BoolStorage", "ByteStorage", "CharStorage", "ComplexDoubleStorage", "ComplexFloatStorage",
     "DoubleStorage", "FloatStorage", "HalfStorage", "IntStorage", "LongStorage", "ShortStorage",
-    "get_allocator_backend", "make_graphed_callables",
+    "make_graphed_callables",
 }  # fmt: skip
 
 
@@ -110,21 +111,13 @@ class CudaModule:
             yield Patch(torch.cuda, name, value, why)
         for name in torch.cuda.__all__:
             if name not in answers and name not in _AS_THEY_ARE:
-                absent = _absent(f"torch.cuda.{name}", getattr(torch.cuda, name))
-                yield Patch(torch.cuda, name, absent, "says that it is not there")
-        for module in (
-            torch.cuda.memory,
-            torch.cuda.random,
-            torch.cuda.streams,
-            torch.cuda.graphs,
-            torch.cuda.profiler,
-        ):
+                refused = absent(f"torch.cuda.{name}", getattr(torch.cuda, name))
+                yield Patch(torch.cuda, name, refused, "says that it is not there")
+        for module in (torch.cuda.random, torch.cuda.streams, torch.cuda.graphs, torch.cuda.profiler):
             for name in answers.keys() & vars(module).keys():
                 yield Patch(module, name, answers[name], "the same function, where torch defines it")
         yield Patch(torch, "Stream", streams.CudaStream, "the stream of whichever accelerator there is")
         yield Patch(torch, "Event", self._event, "the event of whichever accelerator there is")
-        for name, value in self._accelerator().items():
-            yield Patch(torch.accelerator, name, value, why)
         for name, value in self.nvtx.answers().items():
             yield Patch(torch.cuda.nvtx, name, value, "ranges are rows of the report")
         for name, dtype in _DTYPES.items():
@@ -136,8 +129,7 @@ class CudaModule:
         yield Patch(torch.backends.cuda, "is_built", _is_built, why)
         yield Patch(torch.version, "cuda", torch.version.cuda or CUDA_VERSION, "a CPU build has none")
         yield Patch(torch.compiler, "cudagraph_mark_step_begin", _nothing, "imports what CUDA builds have")
-        for name in ("_record_memory_history", "_snapshot", "_dump_snapshot"):
-            yield Patch(torch.cuda.memory, name, self._leave_out(f"torch.cuda.memory.{name}"), "there is no allocator")
+        yield from cuda_submodules.patches(answers, self._accelerator(), self._note)
         yield from self._triton_patches()
         profiler = torch.autograd.profiler.profile
         yield Patch(profiler, "__init__", self._host_alone(profiler.__init__), "there is no device to profile")
@@ -181,11 +173,15 @@ class CudaModule:
             "can_device_access_peer": lambda device, peer_device: True,
             "synchronize": host_waits,
             "get_sync_debug_mode": lambda: 0,
-            "current_blas_handle": lambda: 0,
+            **dict.fromkeys(("current_blas_handle", "current_solver_handle"), lambda: 0),
             "cudart": lambda: _RUNTIME,
             **dict.fromkeys(("init", "_lazy_init", "ipc_collect", "set_sync_debug_mode", "check_error"), _nothing),
-            "utilization": self._idle("torch.cuda.utilization"),
-            "memory_usage": self._idle("torch.cuda.memory_usage"),
+            "utilization": self._idle("torch.cuda.utilization", 0, "%"),
+            "memory_usage": self._idle("torch.cuda.memory_usage", 0, "%"),
+            "power_draw": self._idle("torch.cuda.power_draw", round(self._hardware.idle_watts * 1e3), "mW"),
+            **self._clock_rate(),
+            "_sleep": left_out("torch.cuda._sleep, which keeps the device busy,", self._note),
+            "list_gpu_processes": lambda device=None: f"GPU:{named.index}\nno processes are running",
         }
 
     def _about_memory(self) -> dict[str, Any]:
@@ -200,11 +196,25 @@ class CudaModule:
             "reset_peak_memory_stats": lambda device=None: memory.reset_peaks(),
             "reset_max_memory_allocated": lambda device=None: memory.reset_peaks(),
             "reset_max_memory_cached": lambda device=None: memory.reset_peaks(),
-            "reset_accumulated_memory_stats": _nothing,
+            **dict.fromkeys(
+                (
+                    "reset_accumulated_memory_stats",
+                    "reset_accumulated_host_memory_stats",
+                    "reset_peak_host_memory_stats",
+                ),
+                _nothing,
+            ),
+            "get_allocator_backend": lambda: "native",
+            "memory_snapshot": left_out("torch.cuda.memory_snapshot", self._note, []),
+            "MemPool": cuda_submodules.MemPool,
+            "use_mem_pool": cuda_submodules.use_mem_pool(self._note),
             "empty_cache": lambda: memory.give_back(),
             "mem_get_info": lambda device=None: memory.free_and_total(),
             "device_memory_used": lambda device=None: memory.free_and_total()[1] - memory.free_and_total()[0],
             "memory_stats": lambda device=None: self._memory_stats(),
+            "memory_stats_as_nested_dict": lambda device=None: _nested(self._memory_stats()),
+            "host_memory_stats": self._host_memory_stats,
+            "host_memory_stats_as_nested_dict": lambda: _nested(self._host_memory_stats()),
             "memory_summary": lambda device=None, abbreviated=False: memory.summary(),
             "set_per_process_memory_fraction": memory.set_fraction,
             "get_per_process_memory_fraction": lambda device=None: memory.fraction,
@@ -214,6 +224,7 @@ class CudaModule:
         return {
             "Stream": streams.CudaStream,
             "ExternalStream": streams.CudaStream,
+            "get_stream_from_external": lambda data_ptr, device=None: streams.CudaStream(),
             "Event": self._event,
             "current_stream": streams.current_stream,
             "default_stream": streams.default_stream,
@@ -239,6 +250,8 @@ class CudaModule:
             "current_stream": streams.current_stream,
             "set_stream": streams.set_stream,
             "get_memory_info": memory["mem_get_info"],
+            "empty_host_cache": _nothing,
+            "get_device_capability": lambda device=None: {"supported_dtypes": set(_DTYPES.values())},
             **{
                 name: memory[name]
                 for name in (
@@ -270,17 +283,19 @@ class CudaModule:
             facts["shared_memory_per_block_optin"] = block * KB
         return DeviceProperties(**facts)
 
-    def _idle(self, name: str) -> Callable[..., int]:
+    def _idle(self, name: str, value: int, unit: str) -> Callable[..., int]:
         """Programs ask which GPU is free."""
 
-        def percent(device: Any = None) -> int:
-            self._note(f"{name} was answered 0 %: no GPU runs")
-            return 0
+        def answered(device: Any = None) -> int:
+            self._note(f"{name} was answered {value} {unit}: no GPU runs")
+            return value
 
-        return percent
+        return answered
 
-    def _leave_out(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: self._note(f"{name} was left out: no GPU runs")
+    def _clock_rate(self) -> dict[str, Any]:
+        """The boost clock, where the profile has it."""
+        mhz = self._hardware.boost_clock_mhz
+        return {} if mhz is None else {"clock_rate": self._idle("torch.cuda.clock_rate", round(mhz), "MHz")}
 
     def _host_alone(self, make: Callable[..., None]) -> Callable[..., None]:
         """torch.profiler without the activities of the device, of which it would warn at each op."""
@@ -296,19 +311,34 @@ class CudaModule:
 
     def _memory_stats(self) -> OrderedDict[str, int]:
         memory = self._memory
+        now_and_most = {
+            "allocated_bytes": (memory.allocated, memory.peak_allocated),
+            "active_bytes": (memory.allocated, memory.peak_allocated),
+            "reserved_bytes": (memory.reserved, memory.peak_reserved),
+        }
+        stats = {"allocation.all.allocated": memory.allocations, "num_alloc_retries": 0, "num_ooms": 0}
+        for name, (now, most) in now_and_most.items():
+            stats |= {f"{name}.all.current": now, f"{name}.all.peak": most}
+        return OrderedDict(sorted(stats.items()))
+
+    def _host_memory_stats(self) -> OrderedDict[str, int]:
+        self._note("torch.cuda.host_memory_stats was answered 0: pinned memory has no allocator here")
+        counts = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
         return OrderedDict(
-            {
-                "allocated_bytes.all.current": memory.allocated,
-                "allocated_bytes.all.peak": memory.peak_allocated,
-                "active_bytes.all.current": memory.allocated,
-                "active_bytes.all.peak": memory.peak_allocated,
-                "reserved_bytes.all.current": memory.reserved,
-                "reserved_bytes.all.peak": memory.peak_reserved,
-                "allocation.all.allocated": memory.allocations,
-                "num_alloc_retries": 0,
-                "num_ooms": 0,
-            }
+            (f"{each}.{when}", 0) for each in sorted(counts) for when in ("allocated", "current", "freed", "peak")
         )
+
+
+def _nested(stats: Mapping[str, int]) -> dict[str, Any]:
+    """A.B.C as a dictionary of dictionaries."""
+    nested: dict[str, Any] = {}
+    for name, value in stats.items():
+        *above, last = name.split(".")
+        inner = nested
+        for key in above:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return nested
 
 
 class NvtxRanges:
@@ -364,18 +394,6 @@ class NvtxRanges:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Does nothing, since nothing waits and nothing is cached."""
-
-
-def _absent(name: str, original: Any = None) -> Any:
-    """In place of what the module has by that name. A class stays one and a function one with its `__wrapped__`: Dynamo
-    compares values with them."""
-
-    def absent(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{name} is not there under flopmeter: no GPU runs, and its model does not tell it")
-
-    if isinstance(original, type):
-        return type(name, (), {"__new__": absent})
-    return functools.wraps(original)(absent) if callable(original) else absent
 
 
 def _seed(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""The program's own code: which it is, and whether what is loaded of it has words of training."""
+"""The program's own code: which it is, and whether what is loaded of it has words of training or of capturing."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from flopmeter.run.patches import Patch
 _IMPORTS = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
 _TRAINS = re.compile(r"\.(backward|fit|train)\(")  # a pass of its own, or a trainer's; `.train()` also of a module
 
+_CAPTURES = re.compile(r"\b(CUDAGraph|cuda\.graph)\(")
+
 
 class OwnCode:
     """Of the program that starts now: its main file, and the modules that it imports from beside it. Packages that are
@@ -27,7 +29,14 @@ class OwnCode:
         self._before = set(sys.modules)
 
     def may_train(self) -> bool:
-        return any(_TRAINS.search(file.read_text(errors="replace")) for file in self._files())
+        return self._has(_TRAINS)
+
+    def may_capture(self) -> bool:
+        """Whether it has words of a CUDA graph that it captures itself."""
+        return self._has(_CAPTURES)
+
+    def _has(self, words: re.Pattern[str]) -> bool:
+        return any(words.search(file.read_text(errors="replace")) for file in self._files())
 
     def _files(self) -> Iterator[Path]:
         for name, module in list(sys.modules.items()):

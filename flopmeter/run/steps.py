@@ -36,16 +36,20 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
+from flopmeter.records import DEFAULT_STREAM
 from flopmeter.run.own_code import OwnCode
 from flopmeter.run.patches import Patch, applied
 from flopmeter.run.step_parts import OutermostCall, Parts, parts_between, parts_of_rounds, with_what_recurs
+from flopmeter.run.streams import CudaGraph
 from flopmeter.run.updates import Optimizers, OwnUpdates
 from flopmeter.torch_names.frames import callers
-from flopmeter.torch_names.private import graph_task
+from flopmeter.torch_names.private import graph_task, is_compiled_backward
+from flopmeter.trace import streams
 
 AUTO, OPTIMIZER, FORWARD = "auto", "optimizer", "forward"
 NVTX = "nvtx:"
 CALLS_WATCHED = 32  # calls of modules before a program is taken to only infer; a turn of encoder and decoder has fewer
+MOST_WARM_UPS = 32  # steps before a capture; torch's recipes for CUDA graphs have 3, and 11 with DDP
 SECONDS_WITHOUT_WORD = 60.0  # of a program that may still train, before its user is told that none of its calls did
 
 
@@ -80,6 +84,7 @@ class Steps:
         self._now, self._marker, self._most, self._has_backward = now, marker, most, has_backward
         self._is_on_device, self._patience_s = is_on_device, patience_s
         self._ends: list[int] = []  # of marked steps
+        self._warm_ups = 0  # of these, before a CUDA graph is captured
         self._calls: list[OutermostCall] = []
         self._replays: list[int] = []  # where each replay of a CUDA graph ended
         self._optimizers, self._own_updates = Optimizers(now), OwnUpdates(has_backward)
@@ -199,8 +204,15 @@ class Steps:
     def _end(self) -> None:
         self._ends.append(self._now())
         self._word.wait()
-        if self._most is not None and len(self._ends) >= self._most:
+        self._warm_ups += self._is_warm_up()
+        if self._most is not None and len(self._ends) - self._warm_ups >= self._most:
             raise StepsDone
+
+    def _is_warm_up(self) -> bool:
+        """Whether the step that ended only prepares a capture, before which torch's recipe makes some on a stream of
+        their own."""
+        is_before = not self._replays and not CudaGraph.capturing and self._warm_ups < MOST_WARM_UPS
+        return is_before and streams.current() != DEFAULT_STREAM and self._own_code.may_capture()
 
     def _stop_inference(self) -> None:
         """A call or a replay has ended. Looked at less and less often, since telling rounds takes as long as there are
@@ -243,8 +255,8 @@ class Steps:
             self._end()
 
     def _is_outermost(self) -> bool:
-        """What a checkpoint calls again in a backward pass is a part of that pass."""
-        return self._depth == 0 and graph_task() == -1
+        """What a checkpoint calls again in a backward pass is a part of that pass, and so is a compiled one."""
+        return self._depth == 0 and graph_task() == -1 and not is_compiled_backward()
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         if self._is_outermost():

@@ -41,6 +41,11 @@ class CudaStream(streams.MetaStream):
         self.priority = priority
         self._before: list[StreamContext] = []
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The least and the greatest: torch keeps four priorities (c10/cuda/CUDAStream.h)."""
+        return 0, -3
+
     def is_capturing(self) -> bool:
         return CudaGraph.capturing
 

@@ -16,6 +16,7 @@ from flopmeter.device.cluster import Cluster, CollectivePrice, cluster_of, price
 from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import (
     COMMUNICATION,
+    CONTRACTION,
     DEFAULT_STREAM,
     Collective,
     Cost,
@@ -27,6 +28,7 @@ from flopmeter.records import (
 )
 from flopmeter.records.collectives import COLLECTIVE_OPS
 from flopmeter.records.ops import Op
+from flopmeter.records.work import VectorWork
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
@@ -66,12 +68,12 @@ def _alone(run: Launched, lead: float = 0.0) -> list[Timing]:
 
 def _in_order(run: Launched, lead: float) -> list[Timing]:
     """On one stream."""
-    launches, prices, host = run
+    launches, _, host = run
     timings: list[Timing] = []
     enqueued = -lead  # when the host has sent the kernel
     free = 0.0  # when the device has finished the last one
     for number, host_step in enumerate(_host_steps(launches, host)):
-        work, ramp, kernel_class, bounds, clock, few_flops, _ = prices(number)
+        work, ramp, kernel_class, bounds, clock, few_flops, _ = run.price(number)
         enqueued += host_step
         start = max(enqueued, free)
         times = (*bounds, work, ramp, start - free, start)
@@ -112,6 +114,14 @@ class Launched(NamedTuple):
     prices: LaunchPrices
     host: Host
 
+    def price(self, number: int) -> _Priced:
+        """Of a chain of kernels that one op launches no more than the host can launch meanwhile."""
+        priced = self.prices(number)
+        if self.prices.is_cpu:
+            return priced
+        chain = _chain_seconds(self.launches, number, self.host)
+        return priced._replace(floor_seconds=max(priced.floor_seconds, chain - priced.work_seconds))
+
     def host_waits_for(self, number: int) -> bool:
         """Whether the host goes on only when that kernel has ended."""
         return self.prices.is_cpu or self.launches.kernels[number].cost.blocks_host
@@ -130,12 +140,12 @@ def time_ranks(
 
 
 def _works(launched: Launched) -> list[Activity]:
-    launches, prices = launched.launches, launched.prices
+    launches = launched.launches
     works = []
     placements = launches.placements or [Placement(DEFAULT_STREAM, ())] * len(launches.kernels)
     host_steps = _host_steps(launches, launched.host)
     for number, (kernel, placement, host_step) in enumerate(zip(launches.kernels, placements, host_steps, strict=True)):
-        priced = prices(number)
+        priced = launched.price(number)
         party = _party_of(kernel)
         blocks = launched.host_waits_for(number)
         seconds = priced.work_seconds + priced.floor_seconds
@@ -162,7 +172,7 @@ def _timings(launched: Launched, spans: list[Stretch]) -> list[Timing]:
     placements = launched.launches.placements
     timings = []
     for number, (enqueued, free, start, end) in enumerate(spans):
-        work, ramp, kernel_class, bounds, clock, few_flops, _ = launched.prices(number)
+        work, ramp, kernel_class, bounds, clock, few_flops, _ = launched.price(number)
         if end - start > (work + ramp) * (1 + ROUNDING):
             work = end - start - ramp  # others slowed it
         stream = DEFAULT_STREAM if placements is None else placements[number].stream
@@ -253,14 +263,15 @@ class LaunchPrices:
 
 def host_seconds(launches: Launches, host: Host) -> float:
     """How long the host takes to launch all kernels, without the time in which it waits for the device."""
-    return sum(_host_steps(launches, host))
+    last = len(launches.kernels) - 1
+    return sum(_host_steps(launches, host)) + (_chain_seconds(launches, last, host) if last >= 0 else 0.0)
 
 
 def _host_steps(launches: Launches, host: Host) -> list[float]:
     """Host seconds before each kernel is launched. For an eager kernel they are those of its op and of the views and
     module calls before it, which come before the call of a compiled graph, too. A graph costs one call; if it is not
     replayed, each of its kernels costs a launch."""
-    steps = []
+    steps: list[float] = []
     running: int | None = None
     called: int | None = None  # of the compiler's graphs, several of which may be priced as one
     for kernel, graph in zip(launches.kernels, launches.graphs, strict=True):
@@ -277,8 +288,20 @@ def _host_steps(launches: Launches, host: Host) -> list[float]:
                 tensors = (launches.tensors or {}).get(graph, 0)
                 step += host.relative_time * (mode.graph_call_seconds + tensors * mode.graph_tensor_seconds)
         running = graph
-        steps.append(step + outside)
+        number = len(steps)
+        rest = _chain_seconds(launches, number - 1, host) if number else 0.0  # of the op before
+        steps.append(step + outside + rest)
     return steps
+
+
+def _chain_seconds(launches: Launches, number: int, host: Host) -> float:
+    """What the host takes to launch the further kernels of a factorization, of which the device may begin with the
+    first. (The seconds of another op were set on programs whose ops launch a few kernels, and hold them.)"""
+    cost, graph = launches.kernels[number].cost, launches.graphs[number]
+    is_replayed = graph is not None and launches.mode_of(graph).replays_graph
+    if cost.op_class != CONTRACTION or not isinstance(cost.work, VectorWork) or is_replayed:
+        return 0.0
+    return (cost.work.kernels - 1) * host.further_launch_seconds
 
 
 def op_seconds(cost: Cost, host: Host) -> float:

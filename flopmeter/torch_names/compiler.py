@@ -102,6 +102,7 @@ OUTPUT_CODES = _name("torch._dynamo.convert_frame", "output_codes", "which funct
 TRACKER = _name("torch._dynamo.convert_frame", "Tracker", "which functions were compiled")
 RESET_CODE = _name("torch._dynamo.eval_frame", "reset_code", "forgets what was compiled of a function")
 CONVERT_FRAME = _name("torch._dynamo.convert_frame", "CatchErrorsWrapper.__call__", "which functions Dynamo compiles")
+END_OF_GRAPH = _name("torch._dynamo.output_graph", "OutputGraph.compile_subgraph", "where and why Dynamo ends a graph")
 NOT_COMPILED = _name("torch._dynamo.convert_frame", "format_error_msg", "which functions Dynamo gives up, and why")
 RESTART_ANALYSIS = _name("torch._dynamo.exc", "RestartAnalysis", "when Dynamo traces a function once more")
 FRAME_STRATEGY = _name("torch._dynamo.types", "FrameExecStrategy", "which functions Dynamo leaves alone")

@@ -43,8 +43,10 @@ COMPILE = "the marks of torch.compile regions"
 SCALED = "scaled products into a given tensor (_scaled_mm.out)"
 INT4 = "the shape of int4 weight-only matrix products"
 CTC_LOSS = "the backward of ctc_loss"
+COMPILED_AUTOGRAD = "compiled autograd"
 TRACES = "torch.jit.trace of what is on the GPU"
 AOT_INDUCTOR = "packages of AOTInductor"
+TEXT_KERNELS = "a refusal by name of kernels that are given to torch as text"
 SPARSE = "sparse gradients of embeddings"
 SAMPLES = "samples of Dirichlet, beta and binomial distributions, and their gradients"
 FAKE_QUANTIZE = "fake quantization"
@@ -177,6 +179,10 @@ listed(
     TRACES, "torch.nn.modules.rnn", "RNNBase._flat_weights", "what a script's recurrent layer holds", on_instances=True
 )
 listed(TRACES, "torch.nn.modules.rnn", "RNNBase._flat_weights_names", "in which order", on_instances=True)
+PROFILING_SWITCHES = tuple(
+    listed(TRACES, "torch._C", name, "TorchScript's executors, of which the older one refuses meta tensors")
+    for name in ("_jit_set_profiling_executor", "_jit_set_profiling_mode")
+)
 listed(TRACES, "torch.jit", "ScriptModule._c", "where a script keeps its weights", on_instances=True)
 SET_TRACING_STATE = listed(TRACES, "torch._C", "_set_tracing_state", "pauses it")
 listed(FUNCTORCH, "torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")
@@ -224,9 +230,17 @@ COMPILED_CALL = "_compiled_call_impl"
 AROUND_COMPILED_CALL = listed(
     COMPILE, "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
 )
+_COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+IN_COMPILED_BACKWARD = listed(
+    COMPILED_AUTOGRAD, _COMPILED_AUTOGRAD, "in_compiled_autograd_region", "whether a compiled backward pass runs"
+)
+BACKWARD_GRAPH = listed(
+    COMPILED_AUTOGRAD, _COMPILED_AUTOGRAD, "extract_bw_module", "the backward graph that it takes as a part of its own"
+)
 DYNAMO = listed(COMPILE, "torch._dynamo", "eval_frame", "its table of torch's functions, which is made at import")
 listed(COMPILE, "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True)
 listed(COMPILE, "torch.nn", f"Module.{COMPILED_CALL}", "whether a layer compiles itself", on_instances=True)
+TEXT_KERNEL = listed(TEXT_KERNELS, "torch.cuda.jiterator", "_JittedFunction", "called to compile it")
 _aot = partial(listed, AOT_INDUCTOR)
 AOTI_COMPILE = _aot("torch._inductor", "aoti_compile_and_package", "where a package is made (documented)")
 AOTI_LOAD = _aot("torch._inductor", "aoti_load_package", "where one is loaded (documented)")
@@ -317,3 +331,9 @@ for _module, _attributes, _used in (
         needed(_module, _attribute, _used)
 if torch.distributed.is_available():
     resolve_group = needed("torch.distributed.distributed_c10d", "_resolve_process_group", "which ranks a group has")
+
+
+def is_compiled_backward() -> bool:
+    """Whether a backward pass runs as a compiled graph (compiled autograd): autograd itself runs none then."""
+    module = sys.modules.get(IN_COMPILED_BACKWARD.module)  # asked for each op
+    return module is not None and getattr(module, IN_COMPILED_BACKWARD.attribute, False)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flopmeter.records import BEFORE, Accumulation, Phase, Trace
 from flopmeter.torch_names.frames import callers
-from flopmeter.torch_names.private import AccumulateGrad, autograd_node, graph_task
+from flopmeter.torch_names.private import AccumulateGrad, autograd_node, graph_task, is_compiled_backward
 from flopmeter.trace.module_paths import CompiledRegions, ModulePaths
 from flopmeter.trace.subclasses import wrapped
 
@@ -53,7 +53,7 @@ class Attribution:
         if self.is_in_step():
             return "optimizer", ""
         if task == -1:
-            return "forward", self._modules.path
+            return ("backward" if is_compiled_backward() else "forward"), self._modules.path
         if task != self._creates_graph[0]:
             self._creates_graph = (task, _creates_graph())
         recompute = torch.is_grad_enabled() and not self._creates_graph[1]

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from flopmeter.torch_names.private import COMPILED_MODULE, next_node_number
+from flopmeter.torch_names.private import COMPILED_MODULE, is_compiled_backward, next_node_number
 
 
 class ModulePaths:
@@ -31,6 +31,7 @@ class ModulePaths:
         self.path = ""  # of the innermost module whose forward runs; '' outside of modules
         self.calls = 0  # module calls so far
         self.missed = 0
+        self.first_missed = ""  # the class of the outermost of them
         self._thread = threading.get_ident()
         self._stack: list[tuple[str, nn.Module]] = []
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # id -> last path
@@ -70,8 +71,12 @@ class ModulePaths:
         return None if index < 0 or is_accumulation else self._paths[index]
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
+        if is_compiled_backward():
+            return  # the backward pass itself, which torch makes a module
         if not self._is_on():
-            self.missed += threading.get_ident() != self._thread
+            if threading.get_ident() != self._thread:
+                self.first_missed = self.first_missed or type(module).__name__
+                self.missed += 1
             return
         self.calls += 1
         self.path = self.path_of(module)

@@ -28,6 +28,7 @@ from flopmeter.known_values.entry_points import known_in_this_thread
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.shared_patch import SharedPatch
 from flopmeter.trace.mode_flags import tell_modes
+from flopmeter.trace.module_paths import ModulePaths
 
 
 class OtherThreads:
@@ -48,6 +49,15 @@ class OtherThreads:
         self.is_open = False
         _here.counters = tuple(counter for counter in _here.counters if counter is not self)
         _patches.__exit__()
+
+
+def caution(modules: ModulePaths) -> str:
+    """What the reader must know of a program that calls modules in other threads."""
+    calls = "1 call" if modules.missed == 1 else f"{modules.missed:,} calls"
+    return (
+        f"{modules.first_missed} runs in another thread ({calls} of modules), which is not metered: the time is of all"
+        " else; call it in the main thread"
+    )
 
 
 @contextmanager

@@ -67,6 +67,7 @@ class _Known(NamedTuple):
 
     call: Call
     make_result: ResultMaker | None
+    counts: bool  # its results have few integers, for which something stands in where the program may read unknowns
 
 
 class _Arrival:
@@ -411,6 +412,8 @@ class Recorder(TorchDispatchMode):
         known = arrival.known
         if known is None:
             known = self._calls[arrival.key] = self._first(arrival, result)
+        if known.counts and self.values is not None:
+            self.values.keep_stand_ins(result)
         if arrival.handling.changes_storages:
             self._note_changes(arrival.func, tuple(tensors_in((*arrival.tensors, result))))
         phase, module = self._attribution.phase_and_module()
@@ -439,7 +442,8 @@ class Recorder(TorchDispatchMode):
         self.trace.devices.update(mixed_devices.touched(self.trace.devices, call))
         if self._on_new_call is not None:
             self._on_new_call(call)
-        return _Known(call, result_maker(func, tensors, result))
+        counts = self.values is not None and self.values.stands_in_for(result)
+        return _Known(call, result_maker(func, tensors, result), counts)
 
     def _describe(self, values: Iterable[Any], arrival: _Arrival, born: int, key: list[Any]) -> None:
         """Add arguments or results to the key: geometry for tensors, the value for all else. Tensors are collected

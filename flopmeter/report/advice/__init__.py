@@ -14,9 +14,11 @@ from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     gradients,
     layout,
     needless,
+    offload,
     optimizers,
     recurrent,
     tables,
+    uncompiled_flex,
 )
 from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything
 from flopmeter.report.advice.spots import Timed, floor_of, modules_and_lines, places_of, spot_of, timed, wall_clock

@@ -25,7 +25,15 @@ from flopmeter.report.advice.remedies import (
     type_of_others,
     with_other_ops,
 )
-from flopmeter.report.advice.rewrite import are_in_torch, changed_call, in_place_of, is_view, with_ops, with_tensors
+from flopmeter.report.advice.rewrite import (
+    are_in_torch,
+    changed_call,
+    in_place_of,
+    in_templates,
+    is_view,
+    with_ops,
+    with_tensors,
+)
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -45,6 +53,7 @@ def wide_work(report: Report) -> Iterator[Proposal]:
     places = [index for index, op in enumerate(trace.ops) if id(op) in wide]
     if narrow is not None and not _keeps_wide_weights(trace):
         places += _between_casts(trace, narrow)
+    places = sorted(set(places) - in_templates(trace))
     if narrow is None or not places:
         return
     touched = {number for index in places for number in trace.ops[index].storages}

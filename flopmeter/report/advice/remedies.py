@@ -132,7 +132,25 @@ def another_mode(report: Report) -> Iterator[Proposal]:
         why += ", and the host takes too long for what compiling leaves"
     if among_ranks:
         why += " (collectives stay where they are)"
+    if mode.fuses and _multiplies_int8_weights(trace_of(report)):
+        why += (
+            "; for weights cast from int8 inductor may take _weight_int8pack_mm, which gives each output to one thread"
+            " and is many times slower than the product now: a run with torch.compile tells which"
+        )
     yield Proposal(all_kernels(report), everything, why, mode.asked_by, run, is_fault=False)
+
+
+def _multiplies_int8_weights(trace: Trace) -> bool:
+    """Whether products in bf16 take weights that were int8 (torch/_inductor/fx_passes/quantization.py has the patterns
+    of `_register_woq_lowerings`, which depend on views that no rule follows)."""
+    cast = set[int]()
+    for op in trace.ops:
+        packet = op.call.func.overloadpacket
+        if packet is aten._to_copy and op.inputs[0].dtype is torch.int8 and op.outputs[0].dtype is torch.bfloat16:
+            cast.add(op.outputs[0].storage)
+        elif packet in (aten.mm, aten.bmm) and op.inputs[1].storage in cast:
+            return True
+    return False
 
 
 @remedy

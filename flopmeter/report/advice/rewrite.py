@@ -59,6 +59,12 @@ def changed_call(
     return dataclasses.replace(call, args=args, kwargs=kwargs, inputs=inputs, outputs=outputs)
 
 
+def in_templates(trace: Trace) -> set[int]:
+    """The ops that torch itself runs in place of a kernel that exists only compiled: no line of the program is theirs
+    to change."""
+    return {index for run in trace.templates for index in range(run.start, min(run.stop, len(trace.ops)))}
+
+
 def in_place_of(
     op: Op,
     func: OpOverload,

@@ -1,6 +1,8 @@
 """xformers (github.com/facebookresearch/xformers): its attention, as the kernels that torch has too; and its SwiGLU, as
 torch's operators (its kernel also takes the activation into the first product, where the types allow it).
 
+Its layers run operators of torch, and its profiler profiles nothing.
+
 Tensors are [batch, length, heads, head size], or [batch, length, head size]. xformers takes FlashAttention where the
 types and the mask allow it, else CUTLASS' kernel, which is torch's memory-efficient attention (xformers/ops/fmha/
 dispatch.py). A mask LowerTriangularMask is aligned to the first key, as torch's is_causal. Under a block-diagonal mask
@@ -14,10 +16,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flopmeter.run.shims.flash_attn import flash_attn_varlen_func
+from flopmeter.run.shims.flash_attn.attention import flash_attn_varlen_func
 
 
 class AttentionBias:
@@ -115,42 +118,97 @@ def _end_to_end(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, p: flo
     return out.unflatten(0, q.shape[:2])
 
 
-class PackedSwiGLU(nn.Module):
-    """Two products beside each other, one of them through SiLU, and a third of what they make together."""
+class AttentionOpBase:
+    """What names a kernel (`op=`). Which one runs follows from types and masks all the same."""
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        out_features: int | None = None,
-        bias: bool = True,
-        *,
-        _pack_weights: bool = True,
-    ) -> None:
-        super().__init__()
-        self.w12 = nn.Linear(in_features, 2 * hidden_features, bias=bias)
-        self.w3 = nn.Linear(hidden_features, out_features or in_features, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.w12(x).chunk(2, dim=-1)
-        out: Tensor = self.w3(nn.functional.silu(gate) * up)
-        return out
+MemoryEfficientAttentionCutlassOp = MemoryEfficientAttentionFlashAttentionOp = (AttentionOpBase, AttentionOpBase)
+MemoryEfficientAttentionCutlassFwdFlashBwOp = (AttentionOpBase, AttentionOpBase)
+
+
+def unbind(x: Tensor, dim: int) -> tuple[Tensor, ...]:
+    return x.unbind(dim)
+
+
+def masked_matmul(a: Tensor, b: Tensor, mask: Tensor | None = None) -> Tensor:
+    product = a @ b
+    if mask is None:
+        return product
+    return product.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else product + mask
+
+
+def index_select_cat(sources: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
+    """Rows of each tensor, end to end."""
+    return torch.cat([source[index].flatten() for source, index in zip(sources, indices, strict=True)])
 
 
 def scaled_index_add(
     input: Tensor, index: Tensor, source: Tensor, scaling: Tensor | None = None, alpha: float = 1.0
 ) -> Tensor:
-    """Adds to the rows of `index`, in place."""
+    """In place."""
     return input.index_add_(0, index, source if scaling is None else source * scaling, alpha=alpha)
 
 
-def index_select_cat(sources: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
-    """Of each source its rows, end to end and flat."""
-    return torch.cat([each[rows].flatten() for each, rows in zip(sources, indices, strict=True)])
+def swiglu(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, w3: Tensor, b3: Tensor | None, *,
+    op: Any = None,
+) -> Tensor:  # fmt: skip
+    return F.linear(F.silu(F.linear(x, w1, b1)) * F.linear(x, w2, b2), w3, b3)
 
 
-def unbind(x: Tensor, dim: int) -> tuple[Tensor, ...]:
-    return x.unbind(dim)
+class PackedSwiGLU(nn.Module):
+    """Two products packed into one, as xformers packs them; what is between them and the third is op by op here."""
+
+    def __init__(
+        self, in_features: int, hidden_features: int, out_features: int | None = None, bias: bool = True, *,
+        _pack_weights: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if not _pack_weights:
+            raise NotImplementedError(
+                "flopmeter's shim of xformers packs the weights of SwiGLU: leave _pack_weights out"
+            )
+        self.w12 = nn.Linear(in_features, 2 * hidden_features, bias=bias)
+        self.w3 = nn.Linear(hidden_features, out_features or in_features, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.w12(x).chunk(2, -1)
+        out: Tensor = self.w3(F.silu(gate) * value)
+        return out
+
+
+class XformersRMSNorm(nn.Module):
+    def __init__(self, dim: int, include_weight: bool = True, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        self.weight = nn.Parameter(torch.ones(dim)) if include_weight else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.dim,), self.weight, self.eps)
+
+    def increment_and_forward_(self, x: Tensor, y: Tensor) -> Tensor:
+        return self(x.add_(y))
+
+
+class _NoProfiler:
+    """xformers.profiler.profile: a context, or to be started and stopped. It writes no files."""
+
+    def __init__(self, output_dir: str, module: nn.Module | None = None, schedule: Sequence[Any] = ()) -> None: ...
+
+    def __enter__(self) -> _NoProfiler:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def step(self) -> None: ...
+
+
+def step() -> None:
+    """xformers.profiler.step"""
 
 
 _BIASES = {
@@ -159,17 +217,33 @@ _BIASES = {
     "BlockDiagonalMask": BlockDiagonalMask,
     "BlockDiagonalCausalMask": BlockDiagonalCausalMask,
 }
-_OPS = {
-    "memory_efficient_attention": memory_efficient_attention,
-    **_BIASES,
-    "SwiGLU": PackedSwiGLU,
-    "scaled_index_add": scaled_index_add,
-    "index_select_cat": index_select_cat,
-    "unbind": unbind,
+_PROFILER: dict[str, Any] = {
+    "profile": _NoProfiler,
+    "step": step,
+    **dict.fromkeys(("MemSnapshotsProfiler", "PyTorchProfiler", "NsightProfiler"), _NoProfiler),
 }
-MODULES = {
-    "xformers": {},
+_OPS: dict[str, Any] = {
+    "memory_efficient_attention": memory_efficient_attention,
+    "memory_efficient_attention_forward": memory_efficient_attention,
+    **_BIASES,
+    "AttentionMask": AttentionBias,
+    "AttentionOp": tuple,
+    "AttentionOpBase": AttentionOpBase,
+    "MemoryEfficientAttentionCutlassOp": MemoryEfficientAttentionCutlassOp,
+    "MemoryEfficientAttentionFlashAttentionOp": MemoryEfficientAttentionFlashAttentionOp,
+    "MemoryEfficientAttentionCutlassFwdFlashBwOp": MemoryEfficientAttentionCutlassFwdFlashBwOp,
+    "unbind": unbind,
+    "masked_matmul": masked_matmul,
+    "index_select_cat": index_select_cat,
+    "scaled_index_add": scaled_index_add,
+    "swiglu": swiglu,
+    "SwiGLU": PackedSwiGLU,
+    "RMSNorm": XformersRMSNorm,
+}
+MODULES: dict[str, dict[str, Any]] = {
+    "xformers": {"__version__": "0.0.35"},
     "xformers.ops": _OPS,
-    "xformers.ops.fmha": {"memory_efficient_attention": memory_efficient_attention, **_BIASES},
+    "xformers.ops.fmha": _OPS,
     "xformers.ops.fmha.attn_bias": _BIASES,
+    "xformers.profiler": _PROFILER,
 }

@@ -1,0 +1,52 @@
+"""Where Dynamo ended graphs, and why: also those that it ended before any op, of which no graph comes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flopmeter.records import CompiledGraph, GraphBreak
+
+
+class Breaks:
+    """Belongs to one session. `is_here`: whether this thread compiles for it."""
+
+    def __init__(self, is_here: Callable[[], bool]) -> None:
+        self._is_here = is_here
+        self._waiting: list[GraphBreak] = []  # for a graph that they can be told with
+        self._told: Any = None  # the reason that came with the last graph
+
+    def around(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Dynamo calls this where it ends a graph, with the reason; the graph may be empty, or be split by DDP, which
+        has a reason of its own for each part."""
+
+        @functools.wraps(plain)
+        def compile_subgraph(output: Any, tx: Any, reason: Any, *args: Any, **options: Any) -> Any:
+            result = plain(output, tx, reason, *args, **options)
+            if self._is_here() and reason is not self._told:
+                self._waiting += _in_words(reason)
+            return result
+
+        return compile_subgraph
+
+    def before(self, model: Any) -> tuple[GraphBreak, ...]:
+        """Those that led to this graph, and the one that ends it."""
+        self._told = getattr(model, "compile_subgraph_reason", None)
+        waiting, self._waiting = self._waiting, []
+        return (*waiting, *_in_words(self._told))
+
+    def end_call(self, graphs: list[CompiledGraph]) -> None:
+        """What no graph came after belongs to the last one."""
+        if self._waiting and graphs:
+            graphs[-1].breaks += tuple(self._waiting)
+        self._waiting, self._told = [], None
+
+
+def _in_words(reason: Any) -> Iterator[GraphBreak]:
+    if reason is not None and reason.graph_break:
+        place = reason.user_stack[-1] if reason.user_stack else None
+        text = " ".join(str(reason.reason).split())
+        # For a file of an installed library only the part of the path that is the same on every machine.
+        file = place.filename.replace("\\", "/").rpartition("/site-packages/")[2] if place else "?"
+        yield GraphBreak(text, file, (place.lineno or 0) if place else 0)

@@ -1,0 +1,176 @@
+"""Its rotary embedding, as one kernel each way (flash_attn/ops/triton/rotary.py, flash_attn/layers/rotary.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flopmeter.costs import make_cost
+from flopmeter.records import Call, Cost
+from flopmeter.run.shims.flash_attn.refusals import refuse
+from flopmeter.run.shims.kernel import kernel
+
+
+def _rotary_cost(call: Call) -> Cost:
+    """Two products and a sum for each element that is turned; the others are copied."""
+    x, cos = call.inputs[:2]
+    turned = x.numel // x.shape[-1] * 2 * cos.shape[-1]
+    return make_cost(call, "element-wise", 3 * turned)
+
+
+@kernel("rotary", _rotary_cost)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _rotate(gradient, *ctx.saved_tensors), None, None
+
+
+def apply_rotary_emb(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False, **options: Any
+) -> Tensor:
+    """`x` is [batch, length, heads, head size]; `cos` and `sin` are [length, half of what is turned].
+
+    Raises NotImplementedError for sequences packed into one, and for an offset for each.
+    """
+    _refuse_lengths(options.get("seqlen_offsets", 0))
+    refuse(options, "cu_seqlens")
+    out: Tensor = _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return x.copy_(out) if inplace and not torch.is_grad_enabled() else out
+
+
+class _RotaryWithin(torch.autograd.Function):
+    """Turns a part of a tensor in place, and its gradient: one kernel each way, which touches that part alone."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, part: slice, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.part = part
+        ctx.save_for_backward(cos, sin)
+        _Rotary.apply(packed[:, :, part].flatten(2, 3), cos, sin)  # type: ignore[no-untyped-call]
+        ctx.mark_dirty(packed)
+        return packed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        _Rotary.apply(grad[:, :, ctx.part].flatten(2, 3), *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return grad, None, None, None
+
+
+class _RotaryOfHeads(torch.autograd.Function):
+    """Turns the first heads of q, k and v that lie side by side, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.heads = heads
+        ctx.save_for_backward(cos, sin)
+        _Rotary.apply(packed[:, :, :heads], cos, sin)  # type: ignore[no-untyped-call]
+        ctx.mark_dirty(packed)
+        return packed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        _Rotary.apply(grad[:, :, : ctx.heads], *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return grad, None, None, None
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """In place, q and k in one kernel: `qkv` is [batch, length, 3, heads, head size] or, with `num_heads_q`, [batch,
+    length, heads of q, k and v, head size]. With tables of its own k is turned by a kernel of its own."""
+    _refuse_lengths(seqlen_offsets)
+    if qkv.ndim == 5 and cos_k is None:
+        return _RotaryWithin.apply(qkv, slice(0, 2), cos, sin)  # type: ignore[no-untyped-call]
+    if qkv.ndim == 5:
+        _RotaryWithin.apply(qkv, slice(0, 1), cos, sin)  # type: ignore[no-untyped-call]
+        return _RotaryWithin.apply(qkv, slice(1, 2), cos_k, sin_k)  # type: ignore[no-untyped-call]
+    if num_heads_q is None:
+        raise ValueError("qkv of four dimensions needs num_heads_q")
+    of_keys = (qkv.shape[2] - num_heads_q) // 2
+    return _RotaryOfHeads.apply(qkv, num_heads_q + of_keys, cos, sin)  # type: ignore[no-untyped-call]
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
+) -> Tensor:
+    """In place, of k: `kv` is [batch, length, 2, heads, head size]."""
+    _refuse_lengths(seqlen_offsets)
+    return _RotaryWithin.apply(kv, slice(0, 1), cos, sin)  # type: ignore[no-untyped-call]
+
+
+def apply_rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, interleaved: bool = False, inplace: bool = False, conjugate: bool = False,
+) -> Tensor:  # fmt: skip
+    """The kernel without its gradient (flash_attn/ops/triton/rotary.py)."""
+    with torch.no_grad():
+        return apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets=seqlen_offsets, cu_seqlens=cu_seqlens)
+
+
+def _refuse_lengths(offsets: int | Tensor) -> None:
+    """One offset for all moves the rows of the tables that are read, and costs nothing."""
+    if isinstance(offsets, Tensor):
+        refuse({"seqlen_offsets": offsets}, "seqlen_offsets")
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """The module around it (flash_attn/layers/rotary.py): tables of cos and sin as long as the longest sequence, q and
+    k in one kernel where they are packed with v, else q in one and k in another, all in place."""
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        pos_idx_in_fp32: bool = True,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        refuse({"scale_base": scale_base}, "scale_base")
+        self.dim, self.base, self.interleaved, self.pos_idx_in_fp32 = dim, base, interleaved, pos_idx_in_fp32
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self.scale_base = self.scale = None
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+
+    def _compute_inv_freq(self, device: Any = None) -> Tensor:
+        return self.base ** -(torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        if seqlen > self._seq_len_cached or self._cos_cached is None or self._cos_cached.dtype != dtype:
+            angles = torch.outer(torch.arange(seqlen, device=device, dtype=torch.float32), self.inv_freq)
+            self._seq_len_cached = seqlen
+            self._cos_cached, self._sin_cached = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def forward(
+        self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int = 0, max_seqlen: int | None = None, **rest: Any
+    ) -> Any:
+        """`qkv` is [batch, length, 3, heads, head size], or q without the 3, and `kv` has 2 there."""
+        refuse({"seqlen_offset": seqlen_offset, **rest}, "seqlen_offset", "cu_seqlens", "num_heads_q")
+        self._update_cos_sin_cache(max_seqlen or qkv.shape[1], qkv.device, qkv.dtype)
+        tables = self._cos_cached, self._sin_cached
+        if kv is None:
+            return _RotaryWithin.apply(qkv, slice(0, 2), *tables)  # type: ignore[no-untyped-call]
+        turned = apply_rotary_emb(qkv, *tables, interleaved=self.interleaved)  # type: ignore[arg-type]
+        return turned, _RotaryWithin.apply(kv, slice(0, 1), *tables)  # type: ignore[no-untyped-call]
