@@ -92,10 +92,6 @@ class Comparison(Shown):
     unit: str  # of items: 'tokens', 'images', ...
     notes: tuple[str, ...]
 
-    def with_note(self, note: str) -> Comparison:
-        """The same with one more line under the tables; an empty note adds none."""
-        return replace(self, notes=(*self.notes, note)) if note else self
-
     def _document(self) -> Document:
         records = [row.as_dict() for row in self.rows]
         return Document(
