@@ -16,6 +16,8 @@ from flopmeter.cli.command import (
     add_device,
     add_format,
     add_mode,
+    add_plot,
+    add_price,
     device_list,
     number,
     numbers,
@@ -112,7 +114,7 @@ def _table_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_metering(parser)
     add_format(parser, REPORT_FORMATS)
-    _add_plot(parser, "a picture")
+    add_plot(parser, "a picture")
     parser.add_argument("--picture", choices=PICTURES, help=f"what --plot draws: {PICTURE_HELP} (default: roofline)")
     parser.add_argument(
         "--trace", metavar="FILE", dest="trace_to",
@@ -156,10 +158,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware", metavar="A,B,C", default=DEFAULT_COMPARISON, help="devices (default: %(default)s)"
     )
-    parser.add_argument(
-        "--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[],
-        help="dollars per hour of a device, or a YAML file with `date` and `dollars_per_hour: {name: amount}`",
-    )  # fmt: skip
+    add_price(parser, "dollars per hour of a device, or a YAML file with `date` and `dollars_per_hour: {name: amount}`")
     add_mode(parser)
     add_metering(parser)
     parser.add_argument("--sort", choices=get_args(Sort), default="seconds", help="default: %(default)s")
@@ -204,7 +203,7 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_metering(parser)
     add_format(parser, FORMATS)
-    _add_plot(parser, "the curves")
+    add_plot(parser, "the curves")
 
 
 def _fit(options: argparse.Namespace) -> int:
@@ -245,10 +244,6 @@ def _count_arguments(parser: argparse.ArgumentParser) -> None:
         "--depth", metavar="N", type=number, default=2, help="how deep the tree of modules goes (default: %(default)s)"
     )
     add_format(parser, FORMATS)
-
-
-def _add_plot(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--plot", metavar="FILE", help=f"also draw {what} to a .png or .svg (needs matplotlib)")
 
 
 COMMANDS = {
