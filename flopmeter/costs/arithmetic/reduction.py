@@ -16,6 +16,7 @@ from flopmeter.costs.rules import (
     COMPLEX_ADD,
     COMPLEX_MULTIPLY,
     COMPLEX_OTHER,
+    in_one_piece,
     is_complex,
     make_contraction,
     make_cost,
@@ -25,7 +26,7 @@ from flopmeter.costs.rules import (
 )
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Cost, Matmul, Region, TensorSpec
-from flopmeter.records.memory_format import dense_strides, is_channels_last
+from flopmeter.records.memory_format import is_channels_last
 from flopmeter.torch_names.operators import aten, aten_overloads
 
 
@@ -268,7 +269,7 @@ def count_nonzero(call: Call) -> tuple[Cost, ...]:
 def dist(call: Call) -> tuple[Cost, Cost]:
     """The norm of a difference, which a kernel of its own writes, of the shape to which both are broadcast."""
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.inputs))
-    difference = scratch(call.inputs[0])._replace(shape=shape, stride=dense_strides(shape, channels_last=False))
+    difference = in_one_piece(scratch(call.inputs[0]), shape)
     norm = vector_norm(replace(call, inputs=(difference,)))
     return (
         make_cost(call, ELEMENTWISE, difference.numel, written=(difference,), complex_factor=COMPLEX_ADD),
@@ -314,8 +315,7 @@ def _norms_and_ones(x: TensorSpec, number: int) -> tuple[TensorSpec, TensorSpec]
 
 
 def _of_depth(spec: TensorSpec, depth: int) -> TensorSpec:
-    shape = (*spec.shape[:-1], depth)
-    return spec._replace(shape=shape, stride=dense_strides(shape, channels_last=False))
+    return in_one_piece(spec, (*spec.shape[:-1], depth))
 
 
 def _squared(call: Call, x: TensorSpec, norms: TensorSpec, ones: TensorSpec) -> tuple[Cost, ...]:
