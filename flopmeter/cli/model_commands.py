@@ -42,7 +42,8 @@ from flopmeter.meter import FlopMeter
 from flopmeter.report.drawers import FORMATS as REPORT_FORMATS
 from flopmeter.report.formats import csv_of, laid_out, table
 from flopmeter.report.plots import PICTURES, save
-from flopmeter.report.report import GROUPINGS, By, Report
+from flopmeter.report.report import Report
+from flopmeter.report.rows import GROUPINGS, By
 from flopmeter.report.tables import FORMATS, Document
 
 DEFAULT_COMPARISON = "a100-sxm4-80gb,h100-sxm5-80gb,b200-sxm-180gb"

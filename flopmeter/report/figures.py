@@ -27,7 +27,8 @@ from flopmeter.records import (
     Regime,
 )
 from flopmeter.report.advice.spots import pattern
-from flopmeter.report.report import Report, Row
+from flopmeter.report.report import Report
+from flopmeter.report.rows import Row
 from flopmeter.timing.peak_memory import CATEGORIES, Category, usable_bytes_if_known
 
 
