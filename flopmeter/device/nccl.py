@@ -201,13 +201,7 @@ def _protocols(shape: GroupShape, fabric: Fabric) -> tuple[Protocol, ...]:
 
 
 def _ring_or_tree(
-    algorithm: Algorithm,
-    protocol: Protocol,
-    rounds: int,
-    sent: float,
-    copied: float,
-    shape: GroupShape,
-    fabric: Fabric,
+    algorithm: Algorithm, protocol: Protocol, rounds: int, sent: float, copied: float, shape: GroupShape, fabric: Fabric
 ) -> Way:
     steps, steps_between = _steps(algorithm, rounds, shape)
     hop = HOP_SECONDS[fabric.transport][algorithm].of(protocol)

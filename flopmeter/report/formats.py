@@ -174,7 +174,7 @@ def _communication(report: Report) -> list[str]:
     waits = "of it exposed" if exposed <= seconds else "in which nothing computes, waits for other ranks included"
     return [
         f"communication {duration(seconds)} in {count} collectives over {report.cluster.title}, "
-        f"{duration(exposed)} {waits}",
+        f"{duration(exposed)} {waits}"
     ]
 
 

@@ -21,10 +21,7 @@ _GRID = 9  # (most - least)/steps, two candidates for the zero point, how far ea
 _SYMMETRIC_GRID = _GRID + 4  # the larger of two quotients, times both ends
 
 
-@rule(
-    aten.fake_quantize_per_tensor_affine_cachemask,
-    aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
-)
+@rule(aten.fake_quantize_per_tensor_affine_cachemask, aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams)
 def of_tensor(call: Call) -> Cost:
     """One kernel for the numbers and the mask of those inside of the grid."""
     return make_cost(call, ELEMENTWISE, _OF_TENSOR * call.inputs[0].numel)

@@ -238,12 +238,7 @@ def overlapping_gradients(call: Call) -> tuple[Cost, ...]:
     if call.func.overloadpacket is aten.max_pool2d_with_indices_backward:  # each element asks all its windows
         places = place_operations(out.numel, grad.numel * _window(call, 2))
     added = make_cost(
-        call,
-        REDUCTION,
-        grad.numel,
-        read=(grad, *call.inputs[2:]),
-        complex_factor=COMPLEX_ADD,
-        index_operations=places,
+        call, REDUCTION, grad.numel, read=(grad, *call.inputs[2:]), complex_factor=COMPLEX_ADD, index_operations=places
     )
     return (added,) if call.func.overloadpacket in _GATHERED else (zeros(call, out), added)
 

@@ -149,12 +149,7 @@ def attention_backward(call: Call) -> Cost:
 
 
 def _fused(
-    call: Call,
-    backend: AttentionBackend,
-    products: list[Matmul],
-    shape: AttentionShape,
-    *,
-    recomputed_flops: int = 0,
+    call: Call, backend: AttentionBackend, products: list[Matmul], shape: AttentionShape, *, recomputed_flops: int = 0
 ) -> Cost:
     pairs = sum(map(prod, shape.sizes))
     visible = sum(count * visible_pairs(queries, keys, shape.mask) for count, queries, keys in shape.sizes)

@@ -139,11 +139,7 @@ def int4_weight_mm(call: Call) -> Cost:
     return make_product(call, work, extra=((ELEMENTWISE, 2 * matmul.n * matmul.k),))
 
 
-@rule(
-    aten._weight_int4pack_mm_for_cpu,
-    aten._weight_int4pack_mm_with_scales_and_zeros,
-    aten._dyn_quant_matmul_4bit,
-)
+@rule(aten._weight_int4pack_mm_for_cpu, aten._weight_int4pack_mm_with_scales_and_zeros, aten._dyn_quant_matmul_4bit)
 def int4_weight_mm_elsewhere(call: Call) -> Cost:
     """The same on CPUs and on Intel's GPUs."""
     matmul = _of_rows(call)

@@ -48,11 +48,7 @@ def _lstm(batch: int, seq: int, layers: int, dtype: torch.dtype) -> tuple[nn.Mod
         return Recurrent(width, layers).to(dtype), (torch.empty(batch, seq, width, dtype=dtype),)
 
 
-MODELS: dict[str, Callable[..., tuple[nn.Module, tuple[Tensor, ...]]]] = {
-    **BUILTINS,
-    "llama-1b": _llama,
-    "lstm": _lstm,
-}
+MODELS: dict[str, Callable[..., tuple[nn.Module, tuple[Tensor, ...]]]] = {**BUILTINS, "llama-1b": _llama, "lstm": _lstm}
 
 
 def _program(build: Callable[..., CaseRun]) -> Callable[..., CaseRun]:
