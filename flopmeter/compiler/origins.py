@@ -119,7 +119,7 @@ def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
     return _origin_with(node, work, is_backward=is_backward)
 
 
-class _Work(NamedTuple):
+class _NodeWork(NamedTuple):
     """The work of a node: its class, and FLOPs by class."""
 
     op_class: str
@@ -127,7 +127,7 @@ class _Work(NamedTuple):
     transcendentals: int = 0
 
 
-def _origin_with(node: Any, work: _Work, *, is_backward: bool) -> Origin:
+def _origin_with(node: Any, work: _NodeWork, *, is_backward: bool) -> Origin:
     """An origin at the node's place in the program, with this work."""
     is_recomputed = is_backward and node.meta.get("partitioner_tag") == "is_forward"
     return Origin(op_name(node), *work, _module(node), _source(node), _result_bytes(node), is_recomputed)
@@ -148,21 +148,21 @@ _INDUCTORS_OWN = {
 }
 
 
-def _own_work(node: Any) -> _Work | None:
+def _own_work(node: Any) -> _NodeWork | None:
     known = _INDUCTORS_OWN.get(node.target.overloadpacket.__name__) if node.target.namespace == "prims" else None
     if known is None:
         return None
     op_class, flops, functions = known
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
     most = max((_traced(value.numel()) for value in inputs if isinstance(value, torch.Tensor)), default=0)
-    return _Work(op_class, ((op_class, flops * most),), functions * most)
+    return _NodeWork(op_class, ((op_class, flops * most),), functions * most)
 
 
 def _traced(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
-def _work(node: Any, call: Call | None) -> _Work:
+def _work(node: Any, call: Call | None) -> _NodeWork:
     """Of a node by the rules of `costs`. Views are element-wise and free."""
     if call is None and isinstance(node.target, HigherOrderOperator):
         return _scanned(node)
@@ -173,32 +173,32 @@ def _work(node: Any, call: Call | None) -> _Work:
         return _by_rule(call or _call(node))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, DataDependentError):
         if reads_nothing(node):
-            return _Work(MOVEMENT)
-        return _Work(UNCOUNTED)  # an op of the compiler, in a form that no rule knows
+            return _NodeWork(MOVEMENT)
+        return _NodeWork(UNCOUNTED)  # an op of the compiler, in a form that no rule knows
 
 
-def _scanned(node: Any) -> _Work:
+def _scanned(node: Any) -> _NodeWork:
     """Of a scan, which combines each element with what came before it: once each, as a cumulative sum adds."""
     combine = getattr(node.graph.owning_module, node.args[0].target)
     work = [_work(each, None) for each in combine.graph.nodes if is_work(each)]
     if any(each.op_class == UNCOUNTED for each in work):
-        return _Work(UNCOUNTED)
+        return _NodeWork(UNCOUNTED)
     (combined, *_), (slice_of_it, *_) = node.meta["val"], combine.graph.output_node().args[0]
     length = _traced(combined.numel()) // max(1, _traced(slice_of_it.meta["val"].numel()))
     flops = sum(count for each in work for _, count in each.flops)
-    return _Work(REDUCTION, ((REDUCTION, length * flops),), length * sum(each.transcendentals for each in work))
+    return _NodeWork(REDUCTION, ((REDUCTION, length * flops),), length * sum(each.transcendentals for each in work))
 
 
-def _by_rule(call: Call) -> _Work:
+def _by_rule(call: Call) -> _NodeWork:
     costs = costs_of(call)
     if not costs:
-        return _Work(ELEMENTWISE)
+        return _NodeWork(ELEMENTWISE)
     main = max(costs, key=lambda cost: cost.flops)
     counted: dict[str, int] = {}
     for cost in costs:
         for name, flops in cost.flops_by_class:
             counted[name] = counted.get(name, 0) + flops
-    return _Work(main.op_class, tuple(counted.items()), sum(cost.transcendentals for cost in costs))
+    return _NodeWork(main.op_class, tuple(counted.items()), sum(cost.transcendentals for cost in costs))
 
 
 def _call(node: Any) -> Call:
@@ -307,7 +307,7 @@ def _works_on(fx: Any, part: Any, steps: int, least: int) -> bool:
 def _row_sums(fx: Any, steps: int, is_backward: bool) -> Origin:
     """What flex_attention leaves to kernels beside its template: to sum up the rows of out * grad_out, or to combine
     the parts of the keys. Both multiply and add."""
-    origin = _origin_with(fx, _Work(REDUCTION, ((REDUCTION, 2 * steps),)), is_backward=is_backward)
+    origin = _origin_with(fx, _NodeWork(REDUCTION, ((REDUCTION, 2 * steps),)), is_backward=is_backward)
     return origin._replace(op=f"{fx.target.name()}: row sums")
 
 

@@ -27,11 +27,12 @@ def lone_store() -> Any:
     return store
 
 
-Arguments = dict[str, Any]
 Ranks = tuple[int, ...]
 
 
-def _in_group(answer: Callable[[functools.partial[Any], Arguments, Ranks], Any]) -> Callable[..., Callable[..., Any]]:
+def _in_group(
+    answer: Callable[[functools.partial[Any], dict[str, Any], Ranks], Any],
+) -> Callable[..., Callable[..., Any]]:
     """Around a function of torch's that sends objects through a group: on the group's ranks `answer` is asked instead,
     with torch's own call, its arguments by name and the global ranks of the group."""
 
@@ -52,7 +53,7 @@ def _in_group(answer: Callable[[functools.partial[Any], Arguments, Ranks], Any])
 
 
 @_in_group
-def sent(send: functools.partial[Any], given: Arguments, ranks: Ranks) -> Any:
+def sent(send: functools.partial[Any], given: dict[str, Any], ranks: Ranks) -> Any:
     """torch's send_object_list. Its two messages are part of the program's set-up, and are not recorded."""
     if messages.mailbox is None:
         return send()
@@ -62,7 +63,7 @@ def sent(send: functools.partial[Any], given: Arguments, ranks: Ranks) -> Any:
 
 
 @_in_group
-def received(_: functools.partial[Any], given: Arguments, ranks: Ranks) -> int:
+def received(_: functools.partial[Any], given: dict[str, Any], ranks: Ranks) -> int:
     """torch's recv_object_list."""
     box, sender = messages.mailbox, _peer(ranks, given.get("src"), given.get("group_src"))
     if box is None or not box.reaches(sender):
@@ -72,7 +73,7 @@ def received(_: functools.partial[Any], given: Arguments, ranks: Ranks) -> int:
 
 
 @_in_group
-def answered(receive: functools.partial[Any], given: Arguments, ranks: Ranks) -> Any:
+def answered(receive: functools.partial[Any], given: dict[str, Any], ranks: Ranks) -> Any:
     """torch's broadcast_object_list or scatter_object_list."""
     box, name = messages.mailbox, receive.func.__name__
     source = _peer(ranks, given.get("src"), given.get("group_src"))
