@@ -314,7 +314,7 @@ def _priced(
     host = device.host if device.is_cpu else None  # for a GPU only the device's time is compared
     if not costs:
         dispatch = host.before_op_seconds(views=1, module_calls=0) if host else 0.0
-        row = CheckRow(name, shapes, NO_KERNEL, "", 1, 0.0, 0.0, 0.0, 0, 0)
+        row = CheckRow(name, shapes, NO_KERNEL, "")
         return _Prediction(row, dict.fromkeys(get_args(Clocks), dispatch), 0, 0)
     of_each = {
         clocks: [prices.seconds(cost, switches, ran if cost.macs else UNNAMED, clocks) for cost in costs]
@@ -326,9 +326,6 @@ def _priced(
         shapes,
         longest.op_class,
         switches.matmul_dtype(longest),
-        calls=1,
-        measured_seconds=0.0,
-        predicted_seconds=0.0,
         floor_seconds=sum(least_seconds(cost, device, switches) for cost in costs),
         flops=sum(cost.executed_flops for cost in costs),
         bytes=sum(cost.bytes for cost in costs),
