@@ -15,7 +15,6 @@ import os
 import reprlib
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from flopmeter.device.files import names_in, read_record, resolve
@@ -294,7 +293,7 @@ def load_cluster(name: str | os.PathLike[str] | Cluster) -> Cluster:
 
     Raises HardwareError for an unknown name and for a file that is not valid (file, field, what was expected).
     """
-    return resolve(name, Cluster, "cluster", _by_name, _load_file)
+    return resolve(name, Cluster, "cluster", _by_name, functools.partial(read_record, kind=Cluster))
 
 
 def _by_name(name: str) -> Cluster:
@@ -365,8 +364,4 @@ def _defaults() -> dict[str, str]:
 
 @functools.cache
 def _packaged(name: str) -> Cluster:
-    return _load_file(CLUSTERS / f"{name}.yaml")
-
-
-def _load_file(path: Path) -> Cluster:
-    return read_record(path, Cluster)
+    return read_record(CLUSTERS / f"{name}.yaml", Cluster)
