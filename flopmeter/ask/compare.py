@@ -16,7 +16,7 @@ from flopmeter.ask.checks import check_callable, check_mapping, is_number, is_po
 from flopmeter.ask.steps import Step, million, step_figures
 from flopmeter.ask.what_if import MOST_TIMES, RESOURCES, WhatIf, what_if
 from flopmeter.ask.workers import results_of
-from flopmeter.device.hardware import Hardware, HardwareError, Host, load_hardware
+from flopmeter.device.hardware import AnyHardware, Hardware, HardwareError, Host, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import FlopMeter, Mode, StreamError
 from flopmeter.records import Regime
@@ -24,7 +24,6 @@ from flopmeter.report.quantities import in_ms, percent
 from flopmeter.report.report import Report
 from flopmeter.report.tables import ColumnOf, Document, Shown, Table, table_of
 
-AnyHardware = str | os.PathLike[str] | Hardware
 Sort = Literal["seconds", "cost"]
 SECONDS_PER_HOUR = 3600
 NOTEWORTHY = 0.02  # of the time: the least difference between two what-ifs that is mentioned

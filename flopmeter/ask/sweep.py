@@ -17,10 +17,9 @@ from itertools import chain, pairwise
 from typing import Any
 
 from flopmeter.ask.checks import check_callable, is_positive
-from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.steps import BOUND_BY, ENERGY_PRICE, FITS, JOULES, MFU, PEAK, TIME, WATTS, Step, step_figures
 from flopmeter.ask.workers import results_of
-from flopmeter.device.hardware import Hardware, load_hardware
+from flopmeter.device.hardware import AnyHardware, Hardware, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
 from flopmeter.report.quantities import percent

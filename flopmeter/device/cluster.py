@@ -190,6 +190,9 @@ class Cluster(SchemaRecord):
             )
 
 
+AnyCluster = str | os.PathLike[str] | Cluster  # what load_cluster takes
+
+
 class CollectivePrice(NamedTuple):
     """How long one collective takes, and why."""
 
@@ -288,7 +291,7 @@ def available_clusters() -> list[str]:
     return names_in(CLUSTERS)
 
 
-def load_cluster(name: str | os.PathLike[str] | Cluster) -> Cluster:
+def load_cluster(name: AnyCluster) -> Cluster:
     """The cluster of that name, or of the YAML file at that path.
 
     Raises HardwareError for an unknown name and for a file that is not valid (file, field, what was expected).
@@ -306,7 +309,7 @@ def _by_name(name: str) -> Cluster:
     )
 
 
-def cluster_of(hardware: Hardware, asked: str | os.PathLike[str] | Cluster | None = None) -> Cluster:
+def cluster_of(hardware: Hardware, asked: AnyCluster | None = None) -> Cluster:
     """The cluster that was asked for, as `load_cluster` takes it; None is the default one of the device: that which
     lists the device, or the profile that it extends if both have the same interconnect; else one node of 8 with the
     links of its profile, which the title says.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from flopmeter.costs import costs_of
-from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
+from flopmeter.device.hardware import AnyHardware, Hardware, HardwareError, load_hardware
 from flopmeter.measured import rebuild
 from flopmeter.measured.kineto import OpEvent, Profile, ProfileError, Span, read_profile
 from flopmeter.measured.result import NO_KERNEL, Check, CheckRow, UnpricedRow
@@ -39,7 +39,7 @@ _NOT_SENT = "the trace holds no call that launched it"
 
 def check(
     path: str | os.PathLike[str],
-    hardware: str | os.PathLike[str] | Hardware | None = None,
+    hardware: AnyHardware | None = None,
     *,
     clocks: Clocks | None = None,
 ) -> Check:
@@ -65,7 +65,7 @@ def check(
     return pricer.result(Path(path).name, clocks)
 
 
-def _device(path: Path, profile: Profile, hardware: str | os.PathLike[str] | Hardware | None) -> Hardware:
+def _device(path: Path, profile: Profile, hardware: AnyHardware | None) -> Hardware:
     if hardware is None:
         if not profile.is_cuda:
             raise ProfileError(

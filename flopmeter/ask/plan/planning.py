@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -11,7 +10,6 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from flopmeter.ask.checks import check_callable, check_flags, check_mapping, check_positive, check_whole
-from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.delays import NO_DELAYS, Delays, checked_delays, delay_notes
 from flopmeter.ask.plan.compose import Composed, SplitWork, compose, least_seconds
 from flopmeter.ask.plan.layers import LayerCosts, meter_layers
@@ -31,8 +29,8 @@ from flopmeter.ask.plan.splits import (
 from flopmeter.ask.plan.subject import Loss, Styles, Subject, subject_of
 from flopmeter.ask.plan.whole import Whole, meter_whole
 from flopmeter.ask.workers import results_of
-from flopmeter.device.cluster import Cluster, cluster_of
-from flopmeter.device.hardware import load_hardware
+from flopmeter.device.cluster import AnyCluster, Cluster, cluster_of
+from flopmeter.device.hardware import AnyHardware, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, Causal, Mode
 from flopmeter.report.quantities import HOW_ATTENTION_COUNTS, figure, percent
@@ -51,7 +49,7 @@ def plan(
     *,
     batch: int | None = None,
     length: int | None = None,
-    cluster: str | os.PathLike[str] | Cluster | None = None,
+    cluster: AnyCluster | None = None,
     mode: Mode = "eager",
     only: Mapping[str, object] | None = None,
     tensor_parallel: Styles | None = None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from flopmeter.ask.checks import check_flags
-from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware, checked_devices, checked_prices
+from flopmeter.ask.compare import SECONDS_PER_HOUR, checked_devices, checked_prices
 from flopmeter.ask.serve.asked import ServingPlan, check_draft, links_of, notes_of, title_of
 from flopmeter.ask.serve.cache import CacheKind, ServingError
 from flopmeter.ask.serve.decoder import decoder
@@ -18,7 +18,7 @@ from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_
 from flopmeter.ask.serve.slo import read_slo
 from flopmeter.ask.serve.steps import StepCost, StepModel
 from flopmeter.device.cluster import Cluster, load_cluster
-from flopmeter.device.hardware import Hardware, HardwareError
+from flopmeter.device.hardware import AnyHardware, Hardware, HardwareError
 from flopmeter.meter import Mode, checked_energy_price
 from flopmeter.records.powers_of_two import power_of_two_up_to
 from flopmeter.report.quantities import duration, figure, in_gb, in_ms
