@@ -181,20 +181,10 @@ def add_energy_price(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--kwh", dest="dollars_per_kwh", metavar="DOLLARS", type=dollars, help=help_text)
 
 
-def add_mode(
-    parser: argparse._ActionsContainer,
-    default: Mode | None = None,
-    text: str = "default: as the program runs, which is eagerly as a rule",
-) -> None:
-    parser.add_argument("--mode", choices=get_args(Mode), default=default, help=text)
-
-
-def add_price(parser: argparse._ActionsContainer, text: str = "dollars per GPU and hour") -> None:
-    parser.add_argument("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help=text)
-
-
-def add_plot(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--plot", metavar="FILE", help=f"also draw {what} to a .png or .svg (needs matplotlib)")
+def add_mode(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mode", choices=get_args(Mode), help="default: as the program runs, which is eagerly as a rule"
+    )
 
 
 def add_format(

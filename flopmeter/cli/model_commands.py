@@ -16,8 +16,6 @@ from flopmeter.cli.command import (
     add_device,
     add_format,
     add_mode,
-    add_plot,
-    add_price,
     device_list,
     number,
     numbers,
@@ -114,7 +112,7 @@ def _table_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_metering(parser)
     add_format(parser, REPORT_FORMATS)
-    add_plot(parser, "a picture")
+    _add_plot(parser, "a picture")
     parser.add_argument("--picture", choices=PICTURES, help=f"what --plot draws: {PICTURE_HELP} (default: roofline)")
     parser.add_argument(
         "--trace", metavar="FILE", dest="trace_to",
@@ -158,7 +156,10 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware", metavar="A,B,C", default=DEFAULT_COMPARISON, help="devices (default: %(default)s)"
     )
-    add_price(parser, "dollars per hour of a device, or a YAML file with `date` and `dollars_per_hour: {name: amount}`")
+    parser.add_argument(
+        "--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[],
+        help="dollars per hour of a device, or a YAML file with `date` and `dollars_per_hour: {name: amount}`",
+    )  # fmt: skip
     add_mode(parser)
     add_metering(parser)
     parser.add_argument("--sort", choices=get_args(Sort), default="seconds", help="default: %(default)s")
@@ -203,7 +204,7 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_metering(parser)
     add_format(parser, FORMATS)
-    add_plot(parser, "the curves")
+    _add_plot(parser, "the curves")
 
 
 def _fit(options: argparse.Namespace) -> int:
@@ -244,6 +245,10 @@ def _count_arguments(parser: argparse.ArgumentParser) -> None:
         "--depth", metavar="N", type=number, default=2, help="how deep the tree of modules goes (default: %(default)s)"
     )
     add_format(parser, FORMATS)
+
+
+def _add_plot(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--plot", metavar="FILE", help=f"also draw {what} to a .png or .svg (needs matplotlib)")
 
 
 COMMANDS = {

@@ -5,30 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 from functools import cache, partial
-from typing import Any
+from typing import Any, get_args
 
 from flopmeter.ask.delays import Delays
 from flopmeter.ask.plan import PlanError, plan
 from flopmeter.ask.plan.picture import split_bars
 from flopmeter.ask.plan.splits import WISHES
-from flopmeter.cli.command import (
-    Command,
-    add_device,
-    add_format,
-    add_mode,
-    add_plot,
-    add_price,
-    number,
-    picked,
-    positive,
-    seconds,
-    share,
-    show,
-)
+from flopmeter.cli.command import Command, add_device, add_format, number, picked, positive, seconds, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.target_options import add_causal
 from flopmeter.cli.targets import load_target
 from flopmeter.device.hardware import load_hardware
+from flopmeter.meter import Mode
 from flopmeter.models import BUILTINS
 from flopmeter.report.plots import save
 from flopmeter.report.tables import FORMATS
@@ -116,7 +104,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", metavar="N", type=number, help="sequences of a step, of all GPUs (default: one for each)")
     add("--seq", metavar="N", type=number, help="tokens of a sequence (default: the config's, up to 8,192)")
     add("--cluster", metavar="NAME", help="links between GPUs (default: those that the device comes in)")
-    add_mode(parser, "eager", "how layers are launched (default: %(default)s)")
+    add("--mode", choices=get_args(Mode), default="eager", help="how layers are launched (default: %(default)s)")
     add(
         "--only", metavar="NAME=VALUES", nargs="+", action="extend", default=[],
         help=f"limit what is tried, such as tp=4,8 pp=1 recompute=full; names: {', '.join(WISHES)}",
@@ -138,8 +126,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--rows", metavar="N", type=number, default=10, help="how many splits to show (default: %(default)s)")
     add("--whole", metavar="N", type=int, default=0, help="meter so many of them whole (default: %(default)s)")
-    add_price(parser)
-    add_plot(parser, "the splits as bars")
+    add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")
+    add("--plot", metavar="FILE", help="also draw the splits as bars to a .png or .svg (needs matplotlib)")
     add("--workers", metavar="N", type=number, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     add_format(parser, FORMATS)
 

@@ -6,11 +6,12 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
-from flopmeter.cli.command import Command, add_format, add_mode, device_list, number, picked, share, show
+from flopmeter.cli.command import Command, add_format, device_list, number, picked, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.progress import Progress
-from flopmeter.meter import DEFAULT_HARDWARE
+from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.drawers import FORMATS
 from flopmeter.report.tables import FORMATS as TABLE_FORMATS
 from flopmeter.run.devices import compare_devices
@@ -136,7 +137,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         " (default: an optimizer's step, else forward)",
     )  # fmt: skip
     parser.add_argument("--gpus", type=number, help="ranks in the world (default: 1, or what the launcher says)")
-    add_mode(parser, text="price the step so (default: as the script runs it)")
+    parser.add_argument("--mode", choices=get_args(Mode), help="price the step so (default: as the script runs it)")
     parser.add_argument(
         "--oom", choices=("raise", "report"),
         help="where the device's memory does not do: torch.OutOfMemoryError, as there, or go on (default: raise; where"

@@ -11,20 +11,9 @@ from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS
 from flopmeter.ask.serve.picture import serving_curves
 from flopmeter.ask.serve.serving import USUAL_CHUNK
 from flopmeter.ask.serve.slo import read_slo
-from flopmeter.cli.command import (
-    Command,
-    add_energy_price,
-    add_format,
-    add_mode,
-    add_plot,
-    add_price,
-    device_list,
-    number,
-    picked,
-    share,
-    show,
-)
+from flopmeter.cli.command import Command, add_energy_price, add_format, device_list, number, picked, share, show
 from flopmeter.cli.prices import load_prices
+from flopmeter.meter import Mode
 from flopmeter.report.plots import save
 from flopmeter.report.tables import FORMATS
 
@@ -52,11 +41,13 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target", metavar="TARGET",
+    add = parser.add_argument
+    add(
+        "target",
+        metavar="TARGET",
         help="a built-in Llama (llama-3-8b), or hf:CONFIG.json, hf:TYPE, hf:OWNER/NAME: a causal language model of "
         "transformers",
-    )  # fmt: skip
+    )
     requests = parser.add_argument_group("requests").add_argument
     gpus = parser.add_argument_group("GPUs and prices")
     engine = parser.add_argument_group("engine")
@@ -69,10 +60,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--gpus", metavar="N", type=number, default=1, help="tensor parallel GPUs of one copy (default: %(default)s)")
     add("--cluster", metavar="NAME|FILE", help="links between GPUs (default: those that each device comes in)")
-    add_price(gpus)
+    add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")
     add_energy_price(gpus)
     add = engine.add_argument
-    add_mode(engine, "cudagraph", "how a step is launched (default: %(default)s)")
+    add("--mode", choices=get_args(Mode), default="cudagraph", help="how a step is launched (default: %(default)s)")
     add("--weights", choices=WEIGHTS, help="how products keep weights (default: as published, else bf16)")
     add("--kv", choices=KV_BYTES, default="bf16", help="how the cache is kept (default: %(default)s)")
     cuts = engine.add_mutually_exclusive_group()
@@ -88,7 +79,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--cache", choices=get_args(CacheKind), default="paged", help="who holds keys and values (default: %(default)s)"
     )
-    add_plot(parser, "latency over throughput")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="also draw latency over throughput to a .png or .svg (needs matplotlib)"
+    )
     add_format(parser, FORMATS, flag="--output-file")
 
 
