@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from flopmeter.known_values import Assumption, DataDependentError, on_meta
     from flopmeter.measured import Check, ProfileError, check
     from flopmeter.meter import EmptyProgramError, FlopMeter, StreamError
-    from flopmeter.report.report import Report, Row
+    from flopmeter.report.report import Report
+    from flopmeter.report.rows import Row
     from flopmeter.report.wins import Advice, HotSpot
     from flopmeter.run import CudaRun, RunReport, cuda
     from flopmeter.timing.peak_memory import Memory
@@ -90,7 +91,8 @@ _HOMES = {
     "flopmeter.known_values": ("Assumption", "DataDependentError", "on_meta"),
     "flopmeter.measured": ("Check", "ProfileError", "check"),
     "flopmeter.meter": ("EmptyProgramError", "FlopMeter", "StreamError"),
-    "flopmeter.report.report": ("Report", "Row"),
+    "flopmeter.report.report": ("Report",),
+    "flopmeter.report.rows": ("Row",),
     "flopmeter.report.wins": ("Advice", "HotSpot"),
     "flopmeter.run": ("CudaRun", "RunReport", "cuda"),
     "flopmeter.timing.peak_memory": ("Memory",),

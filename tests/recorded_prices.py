@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flopmeter import FlopMeter, Report, on_meta
 from flopmeter.costs import costs_of, kernels_of
-from flopmeter.device import HardwareError, load_hardware
+from flopmeter.device.hardware import HardwareError, load_hardware
 from flopmeter.distributed import world
 from flopmeter.launch.modes import MODES
 from flopmeter.models import BUILTINS, training_step

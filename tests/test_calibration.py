@@ -119,7 +119,7 @@ def on_a_gpu(monkeypatch, name, spread=0.01):
         "module call": 2e-6, "kernel": 2e-6,
     }  # fmt: skip
     figures = {what: Figure(value, spread, 7) for what, value in values.items()}
-    return cuda_profile(Calibration("cuda", 8, "wall", figures, {"fp64": "not compiled for this device"}))
+    return cuda_profile(Calibration(8, "wall", figures, {"fp64": "not compiled for this device"}))
 
 
 def test_a_known_gpu_keeps_its_spec_and_gets_measured_fractions(monkeypatch):

@@ -23,13 +23,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from flopmeter import PlanError, Split, plan
 from flopmeter.ask.plan.blocks import Blocks
 from flopmeter.ask.plan.compose import Bound, SplitWork, compose, layers_by_stage
-from flopmeter.ask.plan.layers import LayerCosts, LayersJob, PartCost, PassCost, meter_layers
+from flopmeter.ask.plan.layers import LayerCosts, PartCost, PassCost, meter_layers
 from flopmeter.ask.plan.memory import RankMemory, memory_of
 from flopmeter.ask.plan.picture import split_bars
+from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.schedules import most_in_flight, order_of
 from flopmeter.ask.plan.splits import Bounds, Shape, splits
 from flopmeter.ask.plan.subject import subject_of
-from flopmeter.ask.plan.whole import WholeJob, meter_whole
+from flopmeter.ask.plan.whole import meter_whole
 from flopmeter.cli import main
 from flopmeter.device.cluster import Cluster, Link, load_cluster
 from flopmeter.device.hardware import load_hardware
@@ -221,7 +222,7 @@ def test_groups_of_a_split_are_those_of_torchs_mesh():
 
 @cache
 def layers_of(split: Split) -> LayerCosts:
-    return meter_layers(LayersJob(subject_of(SMALL), split.shape, 8192, H100, DGX, "eager", {}))
+    return meter_layers(subject_of(SMALL), Where(8192, H100, DGX, "eager", {}), split.shape)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def layers_of(split: Split) -> LayerCosts:
 )
 def test_a_composed_step_is_near_the_one_that_is_metered_whole(split: Split, microbatches: int):
     subject = subject_of(SMALL)
-    whole = meter_whole(WholeJob(subject, split, microbatches, 8192, H100, DGX, "eager", {}))
+    whole = meter_whole(subject, Where(8192, H100, DGX, "eager", {}), (split, microbatches))
     step = work(split, layers_of(split), len(subject.kinds), microbatches, DGX)
     assert compose(step).seconds == pytest.approx(whole.seconds, rel=0.08)
     use = memory_of(step)
@@ -247,8 +248,8 @@ def test_the_next_microbatch_finds_no_buffer_of_the_last_ones_gradients():
     """FSDP2 gives it back at the end of a backward pass. That of a large vocabulary is 2.1 GB here."""
     split = replace(PLAIN, fsdp=4, recompute="full")
     subject = subject_of(replace(SMALL, vocabulary=128256))
-    whole = meter_whole(WholeJob(subject, split, 2, 8192, H100, DGX, "eager", {}))
-    costs = meter_layers(LayersJob(subject, split.shape, 8192, H100, DGX, "eager", {}))
+    whole = meter_whole(subject, Where(8192, H100, DGX, "eager", {}), (split, 2))
+    costs = meter_layers(subject, Where(8192, H100, DGX, "eager", {}), split.shape)
     use = memory_of(work(split, costs, SMALL.layers, 2, DGX))
     assert use.peak_bytes == pytest.approx(whole.memory.peak_bytes, rel=0.01)
 
@@ -279,8 +280,8 @@ def test_parameters_that_are_not_trained_have_no_gradients_and_no_state(fsdp, mi
     """Beside torch's own FSDP2."""
     split = replace(PLAIN, fsdp=fsdp, gather=gather)
     subject = subject_of(adapted_llama)
-    costs = meter_layers(LayersJob(subject, split.shape, 8192, H100, DGX, "eager", {}))
-    whole = meter_whole(WholeJob(subject, split, microbatches, 8192, H100, DGX, "eager", {}))
+    costs = meter_layers(subject, Where(8192, H100, DGX, "eager", {}), split.shape)
+    whole = meter_whole(subject, Where(8192, H100, DGX, "eager", {}), (split, microbatches))
     step = work(split, costs, SMALL.layers, microbatches, DGX)
     assert compose(step).seconds == pytest.approx(whole.seconds, rel=0.08)
     assert memory_of(step).peak_bytes == pytest.approx(whole.memory.peak_bytes, rel=0.04)
@@ -307,7 +308,7 @@ def mixture(width: int = 512, layers: int = 3) -> Any:
 @cache
 def layers_of_mixture(ep: int) -> LayerCosts:
     shape = Shape(1, 1, ep, 8, "none")
-    return meter_layers(LayersJob(subject_of(mixture()), shape, 2048, H100, DGX, "eager", {}))
+    return meter_layers(subject_of(mixture()), Where(2048, H100, DGX, "eager", {}), shape)
 
 
 def test_experts_over_ranks_do_the_same_work_with_a_part_of_the_parameters():
@@ -337,7 +338,7 @@ def test_experts_over_all_shards_are_not_gathered_and_keep_no_more_state():
 
 def test_a_composed_step_of_experts_is_near_the_one_that_is_metered_whole():
     subject, split = subject_of(mixture()), replace(PLAIN, fsdp=8, ep=4, microbatch=8)
-    whole = meter_whole(WholeJob(subject, split, 1, 2048, H100, DGX, "eager", {}))
+    whole = meter_whole(subject, Where(2048, H100, DGX, "eager", {}), (split, 1))
     step = SplitWork(split, subject.kinds, layers_of_mixture(4), 64, H100, DGX)
     assert compose(step).seconds == pytest.approx(whole.seconds, rel=0.1)
     assert memory_of(step).peak_bytes == pytest.approx(whole.memory.peak_bytes, rel=0.05)

@@ -15,8 +15,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from flopmeter import ParallelPlan, Split, plan, time_pipeline
 from flopmeter.ask.plan.blocks import Blocks
 from flopmeter.ask.plan.compose import SplitWork
-from flopmeter.ask.plan.layers import LayerCosts, LayersJob, PartCost, PassCost, meter_layers
+from flopmeter.ask.plan.layers import LayerCosts, PartCost, PassCost, meter_layers
 from flopmeter.ask.plan.memory import RankMemory, memory_of
+from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.subject import subject_of
 from flopmeter.device.cluster import load_cluster
 from flopmeter.device.hardware import load_hardware
@@ -40,7 +41,7 @@ BY_HAND = LayerCosts(
 
 
 def costs(split: Split, build: object = CONFIG, mode: Any = "eager") -> LayerCosts:
-    return meter_layers(LayersJob(subject_of(build), split.shape, LENGTH, H100, DGX, mode, {}))
+    return meter_layers(subject_of(build), Where(LENGTH, H100, DGX, mode, {}), split.shape)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

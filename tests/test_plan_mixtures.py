@@ -8,11 +8,12 @@ import pytest
 
 from flopmeter import PlanError, Split, plan
 from flopmeter.ask.plan.compose import SplitWork, compose
-from flopmeter.ask.plan.layers import LayerCosts, LayersJob, meter_layers
+from flopmeter.ask.plan.layers import LayerCosts, meter_layers
 from flopmeter.ask.plan.memory import memory_of
+from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.splits import Shape
 from flopmeter.ask.plan.subject import subject_of
-from flopmeter.ask.plan.whole import WholeJob, meter_whole
+from flopmeter.ask.plan.whole import meter_whole
 from flopmeter.device.cluster import load_cluster
 from flopmeter.device.hardware import load_hardware
 
@@ -40,7 +41,7 @@ def deepseek() -> Any:
 
 def layers_of(config: Any, tp: int, ep: int) -> LayerCosts:
     shape = Shape(tp, 1, ep, SEQUENCES, "none")
-    return meter_layers(LayersJob(subject_of(config), shape, LENGTH, H100, DGX, "eager", {}))
+    return meter_layers(subject_of(config), Where(LENGTH, H100, DGX, "eager", {}), shape)
 
 
 @pytest.mark.parametrize("ep", [1, 4])
@@ -64,7 +65,7 @@ def test_latent_attention_is_split_by_heads_and_latents_are_not():
 def test_a_composed_step_of_both_is_near_the_one_that_is_metered_whole():
     subject = subject_of(qwen())
     split = Split(dp=1, fsdp=4, tp=2, cp=1, pp=1, ep=4, microbatch=SEQUENCES, recompute="none", schedule="none")
-    whole = meter_whole(WholeJob(subject, split, 1, LENGTH, H100, DGX, "eager", {}))
+    whole = meter_whole(subject, Where(LENGTH, H100, DGX, "eager", {}), (split, 1))
     step = SplitWork(split, subject.kinds, layers_of(qwen(), 2, 4), 4 * SEQUENCES, H100, DGX)
     assert compose(step).seconds == pytest.approx(whole.seconds, rel=0.1)
     assert memory_of(step).peak_bytes == pytest.approx(whole.memory.peak_bytes, rel=0.05)

@@ -11,8 +11,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 from flopmeter import FlopMeter
-from flopmeter.ask.plan.layers import LayersJob, meter_layers
+from flopmeter.ask.plan.layers import meter_layers
 from flopmeter.ask.plan.overlap import hidden_seconds
+from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.splits import Shape
 from flopmeter.ask.plan.subject import subject_of
 from flopmeter.device.cluster import Cluster, load_cluster
@@ -62,8 +63,8 @@ def test_no_more_is_hidden_than_is_waited_for(style: ColwiseParallel | RowwisePa
 def test_a_layer_waits_less_and_computes_as_much():
     config = LlamaConfig(layers=2, width=2048, heads=16, kv_heads=8, hidden=5632, vocabulary=32000)
     h100 = load_hardware("h100-sxm5-80gb")
-    job = LayersJob(subject_of(config), Shape(4, 1, 1, 1, "none"), 8192, h100, DGX, "eager", {})
-    waits, hides = (meter_layers(each).layers[0] for each in (job, job._replace(async_tp=True)))
+    job = subject_of(config), Where(8192, h100, DGX, "eager", {}), Shape(4, 1, 1, 1, "none")
+    waits, hides = (meter_layers(*job, async_tp=async_tp).layers[0] for async_tp in (False, True))
     for way in ("forward", "backward"):
         one, other = getattr(waits, way), getattr(hides, way)
         assert 0 <= other.communication_seconds < 0.6 * one.communication_seconds

@@ -24,7 +24,8 @@ from flopmeter.report import tables
 from flopmeter.report.columns import COLUMNS
 from flopmeter.report.drawers import FORMATS, VIEWS
 from flopmeter.report.plots import PICTURES
-from flopmeter.report.report import GROUPINGS, By, Report, Row
+from flopmeter.report.report import Report
+from flopmeter.report.rows import GROUPINGS, By, Row
 
 DOCS = {page.name: page.read_text() for page in (Path(__file__).parents[1] / "docs").glob("*.md")}
 REPORT = DOCS["report.md"]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from flopmeter import EmptyProgramError, FlopMeter, UncountedError, available_hardware
 from flopmeter.records import OP_CLASSES
 from flopmeter.report.drawers import FORMATS
-from flopmeter.report.report import OUTSIDE
+from flopmeter.report.rows import OUTSIDE
 
 
 class Mlp(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -23,40 +23,35 @@ def is_whole(value: Any, least: int = 1) -> bool:
 
 def check_whole(error: type[ValueError] = ValueError, least: int = 1, **numbers: object) -> None:
     """None stands for an argument that was not given."""
-    wanted = "a positive whole number" if least == 1 else f"a whole number from {least} on"
-    for name, number in numbers.items():
-        if number is not None and not is_whole(number, least):
-            raise error(f"{name} must be {wanted}, not {number!r}")
+    wanted = "must be a positive whole number" if least == 1 else f"must be a whole number from {least} on"
+    _check(lambda number: number is None or is_whole(number, least), wanted, error, numbers)
 
 
 def check_positive(error: type[ValueError] = ValueError, **numbers: object) -> None:
-    for name, number in numbers.items():
-        if number is not None and not is_positive(number):
-            raise error(f"{name} must be a positive number, not {number!r}")
+    """None stands for an argument that was not given."""
+    _check(lambda number: number is None or is_positive(number), "must be a positive number", error, numbers)
 
 
-def check_not_negative(**numbers: Any) -> None:
-    for name, number in numbers.items():
-        if not (is_number(number) and number >= 0):
-            raise ValueError(f"{name} must be a number from 0 on, not {number!r}")
+def check_not_negative(**numbers: object) -> None:
+    _check(lambda number: is_number(number) and number >= 0, "must be a number from 0 on", ValueError, numbers)
 
 
-def check_share(error: type[ValueError] = ValueError, **shares: Any) -> None:
-    for name, share in shares.items():
-        if not (is_number(share) and 0 <= share <= 1):
-            raise error(f"{name} is a share from 0 to 1, not {share!r}")
+def check_share(error: type[ValueError] = ValueError, **shares: object) -> None:
+    _check(lambda share: is_number(share) and 0 <= share <= 1, "is a share from 0 to 1", error, shares)
 
 
 def check_flags(**flags: object) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, not {flag!r}")
+    _check(lambda flag: isinstance(flag, bool), "must be True or False", TypeError, flags)
 
 
 def check_mapping(example: str, **mappings: object) -> None:
-    for name, mapping in mappings.items():
-        if not isinstance(mapping, Mapping):
-            raise TypeError(f"{name} must be a mapping such as {example}, not {mapping!r}")
+    _check(lambda value: isinstance(value, Mapping), f"must be a mapping such as {example}", TypeError, mappings)
+
+
+def _check(holds: Callable[[Any], bool], wanted: str, error: type[Exception], given: Mapping[str, object]) -> None:
+    for name, value in given.items():
+        if not holds(value):
+            raise error(f"{name} {wanted}, not {value!r}")
 
 
 def check_callable(what: str, function: object) -> None:

@@ -16,7 +16,7 @@ from flopmeter.ask.checks import check_callable, check_mapping, is_number, is_po
 from flopmeter.ask.steps import Step, million, step_figures
 from flopmeter.ask.what_if import MOST_TIMES, RESOURCES, WhatIf, what_if
 from flopmeter.ask.workers import results_of
-from flopmeter.device.hardware import Hardware, HardwareError, Host, load_hardware
+from flopmeter.device.hardware import AnyHardware, Hardware, HardwareError, Host, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import FlopMeter, Mode, StreamError
 from flopmeter.records import Regime
@@ -24,7 +24,6 @@ from flopmeter.report.quantities import in_ms, percent
 from flopmeter.report.report import Report
 from flopmeter.report.tables import ColumnOf, Document, Shown, Table, table_of
 
-AnyHardware = str | os.PathLike[str] | Hardware
 Sort = Literal["seconds", "cost"]
 SECONDS_PER_HOUR = 3600
 NOTEWORTHY = 0.02  # of the time: the least difference between two what-ifs that is mentioned
@@ -91,10 +90,6 @@ class Comparison(Shown):
     unable: Mapping[str, str]  # device -> why it cannot run the program
     unit: str  # of items: 'tokens', 'images', ...
     notes: tuple[str, ...]
-
-    def with_note(self, note: str) -> Comparison:
-        """The same with one more line under the tables; an empty note adds none."""
-        return replace(self, notes=(*self.notes, note)) if note else self
 
     def _document(self) -> Document:
         records = [row.as_dict() for row in self.rows]
@@ -165,7 +160,7 @@ def compare(
     dollars = checked_prices(prices or {}, devices)
     if sort == "cost" and not dollars:
         raise ValueError("to sort by cost, give prices: dollars per hour of each device")
-    run = partial(_result, _DeviceJob(fn, mode, items, dollars, meter_options), [])
+    run = partial(_result, fn, mode, items, dollars, meter_options, [])
     found = results_of(run, devices, workers, executor, progress)
     comparison = comparison_of(devices, found, sort, unit)
     if not comparison.rows or items is None:
@@ -204,26 +199,25 @@ def _check_options(fn: Callable[[], object], mode: Mode, items: float | None, un
     check_callable("compare runs a function without arguments for each device", fn)
 
 
-class _DeviceJob(NamedTuple):
-    """What a worker needs to know besides the device."""
-
-    fn: Callable[[], object]
-    mode: Mode
-    items: float | None
-    dollars_per_hour: Mapping[str, float]
-    meter_options: Mapping[str, Any]
-
-
-def _result(job: _DeviceJob, meters: list[FlopMeter], device: Hardware) -> DeviceResult:
-    """`meters` has one for each op stream of the devices so far in this process, and gets another one."""
+def _result(
+    fn: Callable[[], object],
+    mode: Mode,
+    items: float | None,
+    dollars_per_hour: Mapping[str, float],
+    options: Mapping[str, Any],
+    meters: list[FlopMeter],
+    device: Hardware,
+) -> DeviceResult:
+    """`options`: of FlopMeter. `meters` has one for each op stream of the devices so far in this process, and gets
+    another one."""
     try:
-        report = _report(job.fn, device, job.mode, meters, job.meter_options)
+        report = _report(fn, device, mode, meters, options)
     except HardwareError as error:
         return DeviceResult(None, why=str(error))
     if not report.kernels:
         raise ValueError("the program ran no op on meta tensors: there is nothing to compare")
-    result = result_of(report, job.dollars_per_hour.get(device.name), job.items, job.meter_options.get("host"))
-    if device.compute_capability is None and job.meter_options.get("as_cuda", True):
+    result = result_of(report, dollars_per_hour.get(device.name), items, options.get("host"))
+    if device.compute_capability is None and options.get("as_cuda", True):
         result = result._replace(notes=(*result.notes, *CudaTarget.stand_in(device.title).notes))
     return result
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flopmeter.ask.checks import check_callable, check_whole, is_whole
-from flopmeter.device.hardware import Hardware
+from flopmeter.device.hardware import AnyHardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import FlopMeter, Mode
 from flopmeter.report.report import Report
@@ -26,7 +25,7 @@ class Generation(NamedTuple):
 def time_generation(
     generate: Callable[[int], object],
     new_tokens: int,
-    hardware: str | os.PathLike[str] | Hardware,
+    hardware: AnyHardware,
     *,
     sequences: int = 1,
     mode: Mode = "eager",

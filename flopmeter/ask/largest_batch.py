@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect
 from collections.abc import Callable
 from typing import Any
 
 from flopmeter.ask.checks import check_callable, check_flags, check_whole
-from flopmeter.device.hardware import Hardware, load_hardware
+from flopmeter.device.hardware import AnyHardware, load_hardware
 from flopmeter.launch.modes import Mode
 from flopmeter.meter import FlopMeter
 from flopmeter.timing.peak_memory import usable_bytes
@@ -18,7 +17,7 @@ MOST_TRIED = 2**20
 
 def largest_batch(
     fn_of_batch: Callable[[int], object],
-    hardware: str | os.PathLike[str] | Hardware,
+    hardware: AnyHardware,
     *,
     mode: Mode | None = None,
     allocator: bool = False,

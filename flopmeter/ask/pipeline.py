@@ -15,11 +15,10 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from flopmeter.ask.checks import check_callable, check_mapping
-from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.steps import FITS, PEAK, USABLE, Step, step_figures
 from flopmeter.costs.data_movement.communication import is_message
-from flopmeter.device.cluster import Cluster, cluster_of
-from flopmeter.device.hardware import load_hardware
+from flopmeter.device.cluster import AnyCluster, Cluster, cluster_of
+from flopmeter.device.hardware import AnyHardware, load_hardware
 from flopmeter.distributed import WorldError, world
 from flopmeter.distributed.ranks import run_ranks
 from flopmeter.launch.modes import mode_called
@@ -161,7 +160,7 @@ def time_pipeline(
     program: Callable[[DeviceMesh], Callable[[], object]],
     mesh: Mapping[str, int],
     hardware: AnyHardware = DEFAULT_HARDWARE,
-    cluster: str | os.PathLike[str] | Cluster | None = None,
+    cluster: AnyCluster | None = None,
     mode: Mode = "eager",
     *,
     stages: str = "pp",

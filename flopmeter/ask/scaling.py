@@ -7,7 +7,6 @@ other, so they can run in processes side by side.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from typing import Any, NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from flopmeter.ask.checks import check_callable, check_mapping, check_positive
-from flopmeter.ask.compare import AnyHardware, step_dollars
+from flopmeter.ask.compare import step_dollars
 from flopmeter.ask.delays import NO_DELAYS, Delays, checked_delays, delay_notes
 from flopmeter.ask.steps import BOUND_BY, FITS, MFU, PEAK, TIME, USABLE, Step, step_figures
 from flopmeter.ask.workers import results_of
-from flopmeter.device.cluster import Cluster, cluster_of
-from flopmeter.device.hardware import Hardware, load_hardware
+from flopmeter.device.cluster import AnyCluster, Cluster, cluster_of
+from flopmeter.device.hardware import AnyHardware, Hardware, load_hardware
 from flopmeter.distributed import world
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
@@ -158,7 +157,7 @@ def scale(
     program: Program,
     layouts: Iterable[Layout],
     hardware: AnyHardware = DEFAULT_HARDWARE,
-    cluster: str | os.PathLike[str] | Cluster | None = None,
+    cluster: AnyCluster | None = None,
     mode: Mode = "eager",
     *,
     items: float | Callable[[Layout], float] | None = None,

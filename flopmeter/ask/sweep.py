@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import chain, pairwise
+from typing import Any
 
 from flopmeter.ask.checks import check_callable, is_positive
-from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.steps import BOUND_BY, ENERGY_PRICE, FITS, JOULES, MFU, PEAK, TIME, WATTS, Step, step_figures
 from flopmeter.ask.workers import results_of
-from flopmeter.device.hardware import Hardware, load_hardware
+from flopmeter.device.hardware import AnyHardware, Hardware, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
 from flopmeter.report.quantities import percent
@@ -178,17 +177,8 @@ def sweep(
         raise ValueError(f"items must be how many {unit} a size of 1 has, more than 0, not {items!r}")
     sizes = sorted(set(given))
     job = partial(_measured, fn_of_batch, load_hardware(hardware), mode, over, items, meter_options)
-    measured = results_of(job, sizes, workers, executor, progress)
-    notes = dict.fromkeys(note for each in measured for note in each.notes)
-    return Sweep(measured[-1].headline, over, unit, tuple(each.point for each in measured), tuple(notes))
-
-
-class _SizeResult(NamedTuple):
-    """The result of one size."""
-
-    point: Point
-    headline: str
-    notes: tuple[str, ...]
+    points, headlines, notes = zip(*results_of(job, sizes, workers, executor, progress), strict=True)
+    return Sweep(headlines[-1], over, unit, points, tuple(dict.fromkeys(chain(*notes))))
 
 
 def _measured(
@@ -199,13 +189,14 @@ def _measured(
     items: float,
     meter_options: Mapping[str, Any],
     size: int,
-) -> _SizeResult:
+) -> tuple[Point, str, tuple[str, ...]]:
+    """The point of one size, the headline of its report and the notes."""
     with FlopMeter(device, **meter_options) as meter:
         fn_of_batch(size)
     report = meter.report(mode=mode)
     if not report.kernels:
         raise ValueError(f"the program ran no op on meta tensors at {over} {size}: there is nothing to sweep")
-    return _SizeResult(_point(size, items, report), report.headline, report.notes)
+    return _point(size, items, report), report.headline, report.notes
 
 
 def _point(size: int, items: float, report: Report) -> Point:

@@ -205,30 +205,25 @@ def number(text: str) -> int:
     return int(text)
 
 
-def positive(text: str) -> float:
-    return _float(text, "a positive number", lambda value: 0 < value < math.inf)
+def _float(wanted: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """A reader of such a number."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan  # no bound holds for it
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"expected {wanted}, not {text!r}")
+        return value
+
+    return read
 
 
-def seconds(text: str) -> float:
-    return _float(text, "seconds, from 0 on", lambda value: 0 <= value < math.inf)
-
-
-def dollars(text: str) -> float:
-    return _float(text, "dollars, such as 0.3", lambda value: 0 <= value < math.inf)
-
-
-def share(text: str) -> float:
-    return _float(text, "a share from 0 to 1", lambda value: 0 <= value <= 1)
-
-
-def _float(text: str, wanted: str, holds: Callable[[float], bool]) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan  # no bound holds for it
-    if not holds(value):
-        raise argparse.ArgumentTypeError(f"expected {wanted}, not {text!r}")
-    return value
+positive = _float("a positive number", lambda value: 0 < value < math.inf)
+seconds = _float("seconds, from 0 on", lambda value: 0 <= value < math.inf)
+dollars = _float("dollars, such as 0.3", lambda value: 0 <= value < math.inf)
+share = _float("a share from 0 to 1", lambda value: 0 <= value <= 1)
 
 
 def one_device(text: str) -> str:

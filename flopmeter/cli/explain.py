@@ -168,8 +168,5 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 COMMAND = Command(
-    _run,
-    "How an op is counted: its rule, formula and an example",
-    "Example: flopmeter explain addmm\n",
-    _arguments,
+    _run, "How an op is counted: its rule, formula and an example", "Example: flopmeter explain addmm\n", _arguments
 )

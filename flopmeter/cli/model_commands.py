@@ -40,7 +40,8 @@ from flopmeter.meter import FlopMeter
 from flopmeter.report.drawers import FORMATS as REPORT_FORMATS
 from flopmeter.report.formats import csv_of, laid_out, table
 from flopmeter.report.plots import PICTURES, save
-from flopmeter.report.report import GROUPINGS, By, Report
+from flopmeter.report.report import Report
+from flopmeter.report.rows import GROUPINGS, By
 from flopmeter.report.tables import FORMATS, Document
 
 DEFAULT_COMPARISON = "a100-sxm4-80gb,h100-sxm5-80gb,b200-sxm-180gb"
@@ -75,24 +76,23 @@ def _table(options: argparse.Namespace) -> int:
 
 def _check_table(options: argparse.Namespace) -> None:
     """Raises ValueError for options that exclude each other."""
-    compiled = options.compiler or options.explain_compile
-    if compiled and ((options.mode and not MODES[options.mode].fuses) or options.speed_up):
-        raise ValueError(
+    compiled, format, speed_up = options.compiler or options.explain_compile, options.format, options.speed_up
+    shows_eager = speed_up or (options.mode and not MODES[options.mode].fuses)
+    for excluded, why in (
+        (
+            compiled and shows_eager,
             "--compiler and --explain-compile run the model compiled, so there is no eager run to show: give them "
-            "alone, or with --mode compiled or cudagraph"
-        )
-    if options.speed_up and options.mode:
-        raise ValueError("--speed-up sets eager beside compiled: leave --mode out")
-    if options.picture and not options.plot:
-        raise ValueError("--picture says what --plot draws: add --plot FILE.png")
-    if options.speed_up and options.format not in FORMATS:
-        raise ValueError(f"--speed-up has no {options.format}; it has {', '.join(FORMATS)}")
-    if options.by and options.speed_up:
-        raise ValueError("--speed-up has rows of its own: leave --by out")
-    if options.by and options.format in ("json", "html"):
-        raise ValueError(f"{options.format} holds every grouping: leave --by out")
-    if options.explain_compile and options.format != "text":
-        raise ValueError(f"--explain-compile is text: leave --format {options.format} out")
+            "alone, or with --mode compiled or cudagraph",
+        ),
+        (speed_up and options.mode, "--speed-up sets eager beside compiled: leave --mode out"),
+        (options.picture and not options.plot, "--picture says what --plot draws: add --plot FILE.png"),
+        (speed_up and format not in FORMATS, f"--speed-up has no {format}; it has {', '.join(FORMATS)}"),
+        (speed_up and options.by, "--speed-up has rows of its own: leave --by out"),
+        (options.by and format in ("json", "html"), f"{format} holds every grouping: leave --by out"),
+        (options.explain_compile and format != "text", f"--explain-compile is text: leave --format {format} out"),
+    ):
+        if excluded:
+            raise ValueError(why)
 
 
 def _rendered(report: Report, format: str, by: By) -> str:

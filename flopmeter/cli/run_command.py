@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
-from flopmeter.cli.command import Command, add_format, device_list, number, share, show
+from flopmeter.cli.command import Command, add_format, device_list, number, picked, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.progress import Progress
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
@@ -48,15 +48,10 @@ def _run(options: argparse.Namespace) -> int:
     wishes = Wishes(
         gpus=launch.world_size or options.gpus or 1,
         gpus_per_node=launch.gpus_per_node,
-        steps=options.steps,
         marker=options.step_marker,
         on_out_of_memory=options.oom or ("raise" if len(devices) == 1 else "report"),
-        strict_values=options.strict_values,
-        mask_fraction=options.mask_fraction,
-        mode=options.mode,
         shims=tuple(options.shim),
-        synthetic=options.synthetic,
-        without_weights=options.without_weights,
+        **picked(options, "steps", "strict_values", "mask_fraction", "mode", "synthetic", "without_weights"),
     )
     if len(devices) > 1:
         return _compare(script, devices, wishes, launch.environment, options)

@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,12 +29,8 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-@dataclass(frozen=True)
-class OptimizerChoice:
-    """An optimizer of torch.optim with its settings; the default is AdamW as torch sets it."""
-
-    kind: type[torch.optim.Optimizer] = torch.optim.AdamW
-    settings: dict[str, Any] = field(default_factory=dict)
+OptimizerChoice = partial[torch.optim.Optimizer]
+"""An optimizer of torch.optim with its settings, to be called with parameters."""
 
 
 def optimizer_choice(text: str) -> OptimizerChoice:
@@ -59,7 +54,7 @@ def optimizer_choice(text: str) -> OptimizerChoice:
         kind([nn.Parameter(torch.zeros(1, 1))], **values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{kind.__name__} does not take {','.join(settings)}: {error}") from error
-    return OptimizerChoice(kind, values)
+    return partial(kind, **values)
 
 
 def checkpoint_blocks(name: str, model: nn.Module) -> None:
@@ -97,12 +92,12 @@ class TrainingStep:
         trained = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
         if not trained:
             raise TargetError(f"{name} has no parameters to train: return an nn.Module that has, or run it untrained")
-        chosen = optimizer or OptimizerChoice()
+        chosen = optimizer or partial(torch.optim.AdamW)
         prepared: Callable[..., Any] = torch.compile if compiled else lambda function: function
         self._has_loss = isinstance(model, Trainable)
         self._forward = prepared(model.loss if isinstance(model, Trainable) else model)
-        with _allowing(chosen.settings):
-            self._optimizer = chosen.kind(trained, **chosen.settings)
+        with _allowing(chosen.keywords):
+            self._optimizer = chosen(trained)
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
             self._optimizer.step()

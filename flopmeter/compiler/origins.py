@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Set
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
@@ -101,9 +101,8 @@ def least_steps(node: Any, origin: Origin, sizes: Callable[[Any], int]) -> int:
 
 def origin_without_node(call: Call) -> Origin:
     """The origin of a library call that no node of the graph stands for: its module and source line are not known."""
-    op_class, flops, transcendentals = _by_rule(call)
     nbytes = sum(spec.nbytes for spec in call.outputs)
-    return Origin(call.name, op_class, flops, transcendentals, "", None, nbytes, is_recomputed=False)
+    return Origin(call.name, *_by_rule(call), "", None, nbytes, is_recomputed=False)
 
 
 def uncounted_origin(operation: Any) -> Origin:
@@ -114,29 +113,24 @@ def uncounted_origin(operation: Any) -> Origin:
 
 def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
     """The origin of a node's work. `call` is the node's call, if the caller has it."""
-    original = node.meta.get("original_aten")
-    op_class, flops, transcendentals = _work(node, call)
-    kept = _kept_class(node.target, original)
-    if kept and op_class not in (CONTRACTION, UNCOUNTED):
-        flops, op_class = tuple((kept, count) for _, count in flops), kept
-    return origin_with(node, op_class, flops, transcendentals, is_backward=is_backward)
+    work, kept = _work(node, call), _kept_class(node.target, node.meta.get("original_aten"))
+    if kept and work.op_class not in (CONTRACTION, UNCOUNTED):
+        work = work._replace(op_class=kept, flops=tuple((kept, count) for _, count in work.flops))
+    return _origin_with(node, work, is_backward=is_backward)
 
 
-def origin_with(
-    node: Any, op_class: str, flops: tuple[tuple[str, int], ...], transcendentals: int, *, is_backward: bool
-) -> Origin:
+class _NodeWork(NamedTuple):
+    """The work of a node: its class, and FLOPs by class."""
+
+    op_class: str
+    flops: tuple[tuple[str, int], ...] = ()
+    transcendentals: int = 0
+
+
+def _origin_with(node: Any, work: _NodeWork, *, is_backward: bool) -> Origin:
     """An origin at the node's place in the program, with this work."""
     is_recomputed = is_backward and node.meta.get("partitioner_tag") == "is_forward"
-    return Origin(
-        op_name(node),
-        op_class,
-        flops,
-        transcendentals,
-        _module(node),
-        _source(node),
-        _result_bytes(node),
-        is_recomputed,
-    )
+    return Origin(op_name(node), *work, _module(node), _source(node), _result_bytes(node), is_recomputed)
 
 
 # FLOPs and transcendentals for each element of the largest input, and class, of the ops that inductor adds
@@ -154,22 +148,22 @@ _INDUCTORS_OWN = {
 }
 
 
-def _own_work(node: Any) -> tuple[str, tuple[tuple[str, int], ...], int] | None:
+def _own_work(node: Any) -> _NodeWork | None:
     known = _INDUCTORS_OWN.get(node.target.overloadpacket.__name__) if node.target.namespace == "prims" else None
     if known is None:
         return None
     op_class, flops, functions = known
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
     most = max((_traced(value.numel()) for value in inputs if isinstance(value, torch.Tensor)), default=0)
-    return op_class, ((op_class, flops * most),), functions * most
+    return _NodeWork(op_class, ((op_class, flops * most),), functions * most)
 
 
 def _traced(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
-def _work(node: Any, call: Call | None) -> tuple[str, tuple[tuple[str, int], ...], int]:
-    """Class, FLOPs by class and transcendentals of a node by the rules of `costs`. Views are element-wise and free."""
+def _work(node: Any, call: Call | None) -> _NodeWork:
+    """Of a node by the rules of `costs`. Views are element-wise and free."""
     if call is None and isinstance(node.target, HigherOrderOperator):
         return _scanned(node)
     own = _own_work(node)
@@ -179,32 +173,32 @@ def _work(node: Any, call: Call | None) -> tuple[str, tuple[tuple[str, int], ...
         return _by_rule(call or _call(node))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, DataDependentError):
         if reads_nothing(node):
-            return MOVEMENT, (), 0
-        return UNCOUNTED, (), 0  # an op of the compiler, in a form that no rule knows
+            return _NodeWork(MOVEMENT)
+        return _NodeWork(UNCOUNTED)  # an op of the compiler, in a form that no rule knows
 
 
-def _scanned(node: Any) -> tuple[str, tuple[tuple[str, int], ...], int]:
+def _scanned(node: Any) -> _NodeWork:
     """Of a scan, which combines each element with what came before it: once each, as a cumulative sum adds."""
     combine = getattr(node.graph.owning_module, node.args[0].target)
     work = [_work(each, None) for each in combine.graph.nodes if is_work(each)]
-    if any(op_class == UNCOUNTED for op_class, _, _ in work):
-        return UNCOUNTED, (), 0
+    if any(each.op_class == UNCOUNTED for each in work):
+        return _NodeWork(UNCOUNTED)
     (combined, *_), (slice_of_it, *_) = node.meta["val"], combine.graph.output_node().args[0]
     length = _traced(combined.numel()) // max(1, _traced(slice_of_it.meta["val"].numel()))
-    flops = sum(count for _, counted, _ in work for _, count in counted)
-    return REDUCTION, ((REDUCTION, length * flops),), length * sum(functions for _, _, functions in work)
+    flops = sum(count for each in work for _, count in each.flops)
+    return _NodeWork(REDUCTION, ((REDUCTION, length * flops),), length * sum(each.transcendentals for each in work))
 
 
-def _by_rule(call: Call) -> tuple[str, tuple[tuple[str, int], ...], int]:
+def _by_rule(call: Call) -> _NodeWork:
     costs = costs_of(call)
     if not costs:
-        return ELEMENTWISE, (), 0
+        return _NodeWork(ELEMENTWISE)
     main = max(costs, key=lambda cost: cost.flops)
     counted: dict[str, int] = {}
     for cost in costs:
         for name, flops in cost.flops_by_class:
             counted[name] = counted.get(name, 0) + flops
-    return main.op_class, tuple(counted.items()), sum(cost.transcendentals for cost in costs)
+    return _NodeWork(main.op_class, tuple(counted.items()), sum(cost.transcendentals for cost in costs))
 
 
 def _call(node: Any) -> Call:
@@ -313,7 +307,7 @@ def _works_on(fx: Any, part: Any, steps: int, least: int) -> bool:
 def _row_sums(fx: Any, steps: int, is_backward: bool) -> Origin:
     """What flex_attention leaves to kernels beside its template: to sum up the rows of out * grad_out, or to combine
     the parts of the keys. Both multiply and add."""
-    origin = origin_with(fx, REDUCTION, ((REDUCTION, 2 * steps),), 0, is_backward=is_backward)
+    origin = _origin_with(fx, _NodeWork(REDUCTION, ((REDUCTION, 2 * steps),)), is_backward=is_backward)
     return origin._replace(op=f"{fx.target.name()}: row sums")
 
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flopmeter.costs import (  # noqa: F401  (they fill RULES)
-    arithmetic,
-    contractions,
-    data_movement,
-    flex_attention,
-    triton_kernels,
-)
+# They fill RULES.
+from flopmeter.costs import arithmetic, contractions, data_movement, flex_attention, triton_kernels  # noqa: F401
 from flopmeter.costs.custom import register_cost
 from flopmeter.costs.host_work import runs_on
 from flopmeter.costs.lookup import UncountedError, costs_of, find_rule

@@ -11,12 +11,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.index_arithmetic import (
-    CAST_OPERATIONS,
-    FLOAT8_OPERATIONS,
-    elements_grid,
-    index_operations,
-)
+from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, FLOAT8_OPERATIONS, elements_grid, index_operations
 from flopmeter.costs.reduce_grid import grid_of
 from flopmeter.costs.scatter import scatter_of
 from flopmeter.records import Access, Call, HostCopy, Scatter, TensorSpec, ThreadGrid
@@ -81,9 +76,7 @@ class Walk(NamedTuple):
         """The same of a kernel that walks these operands together, outputs first."""
         looked_up = index_operations(operands)
         return self._replace(
-            index_operations=looked_up,
-            scatter=scatter_of(operands),
-            grid=elements_grid(operands, looked_up),
+            index_operations=looked_up, scatter=scatter_of(operands), grid=elements_grid(operands, looked_up)
         )
 
 

@@ -17,10 +17,10 @@ from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.access import HALVES, cast_operations
 from flopmeter.costs.index_arithmetic import index_operations
-from flopmeter.costs.rules import make_cost, scratch
+from flopmeter.costs.rules import in_one_piece, make_cost, scratch
 from flopmeter.costs.scatter import scatter_of
 from flopmeter.records import MOVEMENT, Access, Call, Cost, TensorSpec, VectorWork
-from flopmeter.records.memory_format import dense_strides, is_dense
+from flopmeter.records.memory_format import is_dense
 from flopmeter.torch_names.operators import aten
 
 
@@ -123,7 +123,7 @@ def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
 
 def _copied(call: Call, spec: TensorSpec, *, casts: bool) -> TensorSpec:
     dtype = call.outputs[0].dtype if casts else spec.dtype
-    return spec._replace(dtype=dtype, stride=dense_strides(spec.shape, channels_last=False))
+    return in_one_piece(spec, spec.shape)._replace(dtype=dtype)
 
 
 def copy_of(call: Call, spec: TensorSpec, copy: TensorSpec) -> Cost:

@@ -44,6 +44,7 @@ from flopmeter.records import (
     VectorWork,
 )
 from flopmeter.records.dtypes import name_of
+from flopmeter.records.memory_format import dense_strides
 from flopmeter.torch_names.operators import Absent
 
 Rule = Callable[[Call], "Cost | tuple[Cost, ...]"]
@@ -248,6 +249,11 @@ def zeros(call: Call, result: TensorSpec) -> Cost:
 def scratch(like: TensorSpec, number: int = 1) -> TensorSpec:
     """A tensor of the same shape that only the kernels of the op see."""
     return like._replace(storage=-number, offset=0)
+
+
+def in_one_piece(like: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+    """The tensor with another shape, and without gaps."""
+    return like._replace(shape=shape, stride=dense_strides(shape, channels_last=False))
 
 
 def _touched(

@@ -15,7 +15,6 @@ import os
 import reprlib
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from flopmeter.device.files import names_in, read_record, resolve
@@ -191,6 +190,9 @@ class Cluster(SchemaRecord):
             )
 
 
+AnyCluster = str | os.PathLike[str] | Cluster  # what load_cluster takes
+
+
 class CollectivePrice(NamedTuple):
     """How long one collective takes, and why."""
 
@@ -289,12 +291,12 @@ def available_clusters() -> list[str]:
     return names_in(CLUSTERS)
 
 
-def load_cluster(name: str | os.PathLike[str] | Cluster) -> Cluster:
+def load_cluster(name: AnyCluster) -> Cluster:
     """The cluster of that name, or of the YAML file at that path.
 
     Raises HardwareError for an unknown name and for a file that is not valid (file, field, what was expected).
     """
-    return resolve(name, Cluster, "cluster", _by_name, _load_file)
+    return resolve(name, Cluster, "cluster", _by_name, functools.partial(read_record, kind=Cluster))
 
 
 def _by_name(name: str) -> Cluster:
@@ -307,7 +309,7 @@ def _by_name(name: str) -> Cluster:
     )
 
 
-def cluster_of(hardware: Hardware, asked: str | os.PathLike[str] | Cluster | None = None) -> Cluster:
+def cluster_of(hardware: Hardware, asked: AnyCluster | None = None) -> Cluster:
     """The cluster that was asked for, as `load_cluster` takes it; None is the default one of the device: that which
     lists the device, or the profile that it extends if both have the same interconnect; else one node of 8 with the
     links of its profile, which the title says.
@@ -365,8 +367,4 @@ def _defaults() -> dict[str, str]:
 
 @functools.cache
 def _packaged(name: str) -> Cluster:
-    return _load_file(CLUSTERS / f"{name}.yaml")
-
-
-def _load_file(path: Path) -> Cluster:
-    return read_record(path, Cluster)
+    return read_record(CLUSTERS / f"{name}.yaml", Cluster)

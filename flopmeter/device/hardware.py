@@ -292,6 +292,8 @@ class Hardware(SchemaRecord):
         return link.bidirectional_gb_per_s * 1e9 / 2
 
 
+AnyHardware = str | os.PathLike[str] | Hardware  # what load_hardware takes
+
 # --- what large GEMMs reach on its units: as measured, where the profile says so, else by the law of power -----------
 
 
@@ -410,7 +412,7 @@ def available_hardware() -> list[str]:
     return names_in(PROFILES)
 
 
-def load_hardware(name: str | os.PathLike[str] | Hardware) -> Hardware:
+def load_hardware(name: AnyHardware) -> Hardware:
     """The device of that exact name or alias, or of the YAML file at that path.
 
     Aliases are the strings of `torch.cuda.get_device_name` and the marketing names; upper and lower case differ.
@@ -421,13 +423,10 @@ def load_hardware(name: str | os.PathLike[str] | Hardware) -> Hardware:
 
 
 def _by_name(name: str) -> Hardware:
-    if name in available_hardware():
-        return _profile(name)
-    aliases = _aliases()
-    whole = name.removesuffix(_VIRTUAL)
-    if whole in aliases:
-        return _profile(aliases[whole])
-    raise HardwareError(_unknown(name))
+    known = name if name in available_hardware() else _aliases().get(name.removesuffix(_VIRTUAL))
+    if known is None:
+        raise HardwareError(_unknown(name))
+    return _profile(known)
 
 
 @functools.cache

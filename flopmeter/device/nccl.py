@@ -122,13 +122,13 @@ class Way(NamedTuple):
     estimated_seconds: float  # NCCL's own latency,
     estimated_bytes_per_s: float  # and its rate, in bytes of the collective's size
     latency_seconds: float  # measured, of the smallest message
-    sent: float  # bytes that the busiest rank sends over the links within its node, for each byte of the size
-    sent_between: float  # over its own network port
-    copied: float  # on the GPU, by the threads that send
-    share: float  # of the link's sustained rate that the protocol reaches
+    sent: float = 0.0  # bytes that the busiest rank sends over the links within its node, for each byte of the size
+    sent_between: float = 0.0  # over its own network port
+    copied: float = 0.0  # on the GPU, by the threads that send
+    share: float = 1.0  # of the link's sustained rate that the protocol reaches
 
 
-NO_WAY = Way("none", "Simple", 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)  # of a group of one, which sends nothing
+NO_WAY = Way("none", "Simple", 0.0, 1.0, 0.0)  # of a group of one, which sends nothing
 
 
 def preferred(collective: Collective, shape: GroupShape, fabric: Fabric) -> list[tuple[Way, int]]:
@@ -201,13 +201,7 @@ def _protocols(shape: GroupShape, fabric: Fabric) -> tuple[Protocol, ...]:
 
 
 def _ring_or_tree(
-    algorithm: Algorithm,
-    protocol: Protocol,
-    rounds: int,
-    sent: float,
-    copied: float,
-    shape: GroupShape,
-    fabric: Fabric,
+    algorithm: Algorithm, protocol: Protocol, rounds: int, sent: float, copied: float, shape: GroupShape, fabric: Fabric
 ) -> Way:
     steps, steps_between = _steps(algorithm, rounds, shape)
     hop = HOP_SECONDS[fabric.transport][algorithm].of(protocol)
@@ -272,9 +266,6 @@ def _in_switch(sent: float, shape: GroupShape, fabric: Fabric) -> Way:
         estimated_bytes_per_s=heads * _estimated_rate("ring", "Simple", shape, fabric),
         latency_seconds=IN_SWITCH_STARTS * fabric.start_seconds,
         sent=sent,
-        sent_between=0.0,
-        copied=0.0,
-        share=1.0,
     )
 
 
@@ -287,9 +278,7 @@ def _pat(sent: float, shape: GroupShape, fabric: Fabric) -> Way:
         estimated_seconds=BASE_SECONDS["pat"].Simple + latency,
         estimated_bytes_per_s=PAT_SHARE * _estimated_rate("ring", "Simple", shape, fabric) / sent,
         latency_seconds=RING_STARTS.Simple * fabric.start_seconds + latency,
-        sent=0.0,
         sent_between=sent,
-        copied=0.0,
         share=PAT_SHARE,
     )
 

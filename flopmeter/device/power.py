@@ -18,6 +18,7 @@ long as in one of 70 ms.)
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 # What a device draws with its clock up and nothing to do, as a share of its board power: 126 of 700 W, the least that
@@ -190,32 +191,32 @@ def unit(
 
 def matrix_picojoules(architecture: str, dtype: str, tflop_per_s: float, half_rate_tflop_per_s: float) -> float | None:
     """Energy of a FLOP on matrix units at boost voltage; None for a generation that was not measured."""
-    families = [family for family in MATRIX_PICOJOULES if architecture.startswith(family)]
-    if not families:
-        return None
-    return MATRIX_PICOJOULES[max(families, key=len)] * TYPE_FACTOR.get(dtype, half_rate_tflop_per_s / tflop_per_s)
+    of_half = _of_family(MATRIX_PICOJOULES, architecture)
+    return None if of_half is None else of_half * TYPE_FACTOR.get(dtype, half_rate_tflop_per_s / tflop_per_s)
 
 
 def typical_matrix_share(architecture: str, *, is_halved: bool) -> float:
     """What large GEMMs reach of the peak at the boost clock, if nobody measured it."""
     if is_halved:
         return HALVED_RATE_SHARE
-    is_known = any(architecture.startswith(family) for family in MATRIX_PICOJOULES)
+    is_known = _of_family(MATRIX_PICOJOULES, architecture) is not None
     return MATRIX_CEILING - BEST_TO_TYPICAL if is_known else UNKNOWN_MATRIX_SHARE
 
 
 def byte_picojoules(memory_type: str) -> float:
     """Energy of a byte from memory."""
-    families = [energy for family, energy in BYTE_PICOJOULES.items() if memory_type.startswith(family)]
-    return families[0] if families else UNKNOWN_BYTE_PICOJOULES
+    return _of_family(BYTE_PICOJOULES, memory_type) or UNKNOWN_BYTE_PICOJOULES
 
 
 def memory_share(memory_type: str) -> float:
     """The share of the spec bandwidth that streaming kernels reach, by the type of memory, such as `HBM3`, `GDDR7` or
     `GDDR6 with ECC`."""
-    families = [family for family in MEMORY_SHARE if memory_type.startswith(family)]
-    if not families:
-        return UNKNOWN_MEMORY_SHARE
-    share = MEMORY_SHARE[max(families, key=len)]
+    share = _of_family(MEMORY_SHARE, memory_type) or UNKNOWN_MEMORY_SHARE
     checks_itself = memory_type.startswith("GDDR") and "ECC" in memory_type
     return share * ECC_SHARE if checks_itself else share
+
+
+def _of_family(figures: Mapping[str, float], name: str) -> float | None:
+    """The figure of the longest key that the name begins with; None if it begins with none."""
+    families = [family for family in figures if name.startswith(family)]
+    return figures[max(families, key=len)] if families else None

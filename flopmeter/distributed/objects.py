@@ -27,77 +27,75 @@ def lone_store() -> Any:
     return store
 
 
-def sent(send: Callable[..., Any]) -> Callable[..., Any]:
+Ranks = tuple[int, ...]
+
+
+def _in_group(
+    answer: Callable[[functools.partial[Any], dict[str, Any], Ranks], Any],
+) -> Callable[..., Callable[..., Any]]:
+    """Around a function of torch's that sends objects through a group: on the group's ranks `answer` is asked instead,
+    with torch's own call, its arguments by name and the global ranks of the group."""
+
+    def around(plain: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(plain)
+
+        @functools.wraps(plain)
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            if dist.get_rank(given.get("group")) < 0:
+                return plain(*args, **kwargs)
+            ranks = tuple(dist.get_process_group_ranks(given.get("group")))
+            return answer(functools.partial(plain, *args, **kwargs), given, ranks)
+
+        return asked
+
+    return around
+
+
+@_in_group
+def sent(send: functools.partial[Any], given: dict[str, Any], ranks: Ranks) -> Any:
     """torch's send_object_list. Its two messages are part of the program's set-up, and are not recorded."""
-    signature = inspect.signature(send)
-
-    @functools.wraps(send)
-    def sending(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        if messages.mailbox is None or dist.get_rank(given.get("group")) < 0:
-            return send(*args, **kwargs)
-        ranks = dist.get_process_group_ranks(given.get("group"))
-        receiver = _peer(ranks, given.get("dst"), given.get("group_dst"))
-        messages.mailbox.send(tuple(ranks), receiver, list(given["object_list"]), has_objects=True)
-        return None
-
-    return sending
+    if messages.mailbox is None:
+        return send()
+    receiver = _peer(ranks, given.get("dst"), given.get("group_dst"))
+    messages.mailbox.send(ranks, receiver, list(given["object_list"]), has_objects=True)
+    return None
 
 
-def received(receive: Callable[..., Any]) -> Callable[..., Any]:
+@_in_group
+def received(_: functools.partial[Any], given: dict[str, Any], ranks: Ranks) -> int:
     """torch's recv_object_list."""
-    signature = inspect.signature(receive)
-
-    @functools.wraps(receive)
-    def receiving(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        box = messages.mailbox
-        if dist.get_rank(given.get("group")) < 0:
-            return receive(*args, **kwargs)
-        ranks = dist.get_process_group_ranks(given.get("group"))
-        sender = _peer(ranks, given.get("src"), given.get("group_src"))
-        if box is None or not box.reaches(sender):
-            raise _of_another_rank("recv_object_list")
-        given["object_list"][:] = box.open(box.expect(tuple(ranks), sender, has_objects=True))
-        return sender
-
-    return receiving
+    box, sender = messages.mailbox, _peer(ranks, given.get("src"), given.get("group_src"))
+    if box is None or not box.reaches(sender):
+        raise _of_another_rank("recv_object_list")
+    given["object_list"][:] = box.open(box.expect(ranks, sender, has_objects=True))
+    return sender
 
 
-def answered(receive: Callable[..., Any]) -> Callable[..., Any]:
+@_in_group
+def answered(receive: functools.partial[Any], given: dict[str, Any], ranks: Ranks) -> Any:
     """torch's broadcast_object_list or scatter_object_list."""
-    signature, name = inspect.signature(receive), receive.__name__
-
-    @functools.wraps(receive)
-    def receiving(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        group, box = given.get("group"), messages.mailbox
-        rank = dist.get_rank(group)
-        if rank < 0:
-            return receive(*args, **kwargs)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        source = _peer(list(ranks), given.get("src"), given.get("group_src"))
-        if source == dist.get_rank():
-            if box is not None:
-                sent = given["object_list"] if name == _BROADCAST else given["scatter_object_input_list"]
-                box.send(ranks, messages.ALL, list(sent), has_objects=True)
-            return receive(*args, **kwargs)
-        ticket = box.expect_for_all(ranks, source) if box is not None and box.reaches(source) else None
-        is_needed = name != _BROADCAST or any(item is None for item in given["object_list"])
-        if is_needed and box is not None and ticket is not None:
-            objects = box.open(ticket)
-            if name == _BROADCAST:
-                given["object_list"][:] = objects
-            else:
-                given["scatter_object_output_list"][0] = objects[rank]
-        elif is_needed:
-            raise _of_another_rank(name)
+    box, name = messages.mailbox, receive.func.__name__
+    source = _peer(ranks, given.get("src"), given.get("group_src"))
+    if source == dist.get_rank():
+        if box is not None:
+            sent = given["object_list"] if name == _BROADCAST else given["scatter_object_input_list"]
+            box.send(ranks, messages.ALL, list(sent), has_objects=True)
+        return receive()
+    ticket = box.expect_for_all(ranks, source) if box is not None and box.reaches(source) else None
+    is_needed = name != _BROADCAST or any(item is None for item in given["object_list"])
+    if is_needed and box is not None and ticket is not None:
+        objects = box.open(ticket)
+        if name == _BROADCAST:
+            given["object_list"][:] = objects
         else:
-            for known in open_ones()[-1:]:
-                known.assume.note(EQUAL_RANKS, name)
-        return None
-
-    return receiving
+            given["scatter_object_output_list"][0] = objects[ranks.index(dist.get_rank())]
+    elif is_needed:
+        raise _of_another_rank(name)
+    else:
+        for known in open_ones()[-1:]:
+            known.assume.note(EQUAL_RANKS, name)
+    return None
 
 
 _BROADCAST = "broadcast_object_list"
@@ -119,6 +117,6 @@ def _of_another_rank(name: str) -> WorldError:
     )
 
 
-def _peer(ranks: list[int], peer: int | None, group_peer: int | None) -> int:
+def _peer(ranks: Ranks, peer: int | None, group_peer: int | None) -> int:
     """The global rank of the sender or receiver."""
     return ranks[group_peer] if group_peer is not None else int(peer or 0)

@@ -7,7 +7,7 @@ result.py shows both times; calibration.py measures this machine; suite/ measure
 from flopmeter.measured.calibration import CLOCKS, Clock, DeviceType, as_yaml, calibrate
 from flopmeter.measured.comparison import check
 from flopmeter.measured.kineto import ProfileError
-from flopmeter.measured.result import Check, CheckRow, UnpricedRow
+from flopmeter.measured.result import Check, CheckRow
 
 __all__ = [
     "CLOCKS",
@@ -16,7 +16,6 @@ __all__ = [
     "Clock",
     "DeviceType",
     "ProfileError",
-    "UnpricedRow",
     "as_yaml",
     "calibrate",
     "check",

@@ -66,7 +66,6 @@ class Figure(NamedTuple):
 class Calibration:
     """Figures by the name of what was measured. `profile()` is their profile."""
 
-    device: DeviceType
     threads: int
     clock: Clock = "wall"
     figures: dict[str, Figure] = field(default_factory=dict)
@@ -104,7 +103,7 @@ def calibrate(
     check_clock(device, clock)
     if device == "cuda" and not torch.cuda.is_available():
         raise HardwareError("torch finds no CUDA device here: calibrate the CPU, or run this where there is one")
-    calibration = Calibration(device, torch.get_num_threads(), clock)
+    calibration = Calibration(torch.get_num_threads(), clock)
     steps = _steps(device)
     timer = _Timer(device, CLOCKS[clock], budget_seconds * MEASURED_SHARE / len(steps))
     with torch.inference_mode():

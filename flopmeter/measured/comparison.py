@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from flopmeter.costs import costs_of
-from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
+from flopmeter.device.hardware import AnyHardware, Hardware, HardwareError, load_hardware
 from flopmeter.measured import rebuild
 from flopmeter.measured.kineto import DeviceEvent, OpEvent, Profile, ProfileError, Span, read_profile
 from flopmeter.measured.result import NO_KERNEL, Check, CheckRow, UnpricedRow
@@ -40,7 +40,7 @@ _NOT_SENT = "the trace holds no call that launched it"
 
 def check(
     path: str | os.PathLike[str],
-    hardware: str | os.PathLike[str] | Hardware | None = None,
+    hardware: AnyHardware | None = None,
     *,
     clocks: Clocks | None = None,
 ) -> Check:
@@ -66,7 +66,7 @@ def check(
     return pricer.result(Path(path).name, clocks)
 
 
-def _device(path: Path, profile: Profile, hardware: str | os.PathLike[str] | Hardware | None) -> Hardware:
+def _device(path: Path, profile: Profile, hardware: AnyHardware | None) -> Hardware:
     if hardware is None:
         if not profile.is_cuda:
             raise ProfileError(
@@ -321,7 +321,7 @@ def _priced(
     host = device.host if device.is_cpu else None  # for a GPU only the device's time is compared
     if not costs:
         dispatch = host.before_op_seconds(views=1, module_calls=0) if host else 0.0
-        row = CheckRow(name, shapes, NO_KERNEL, "", 1, 0.0, 0.0, 0.0, 0, 0)
+        row = CheckRow(name, shapes, NO_KERNEL, "")
         return _Prediction(row, dict.fromkeys(get_args(Clocks), dispatch), 0, 0)
     of_each = {
         clocks: [prices.seconds(cost, switches, ran if cost.macs else UNNAMED, clocks) for cost in costs]
@@ -333,9 +333,6 @@ def _priced(
         shapes,
         longest.op_class,
         switches.matmul_dtype(longest),
-        calls=1,
-        measured_seconds=0.0,
-        predicted_seconds=0.0,
         floor_seconds=sum(least_seconds(cost, device, switches) for cost in costs),
         flops=sum(cost.executed_flops for cost in costs),
         bytes=sum(cost.bytes for cost in costs),

@@ -22,12 +22,12 @@ class CheckRow(NamedTuple):
     shapes: str  # of the tensors that a call reads; '' for a class
     op_class: str
     dtype: str
-    calls: int
-    measured_seconds: float
-    predicted_seconds: float
-    floor_seconds: float  # by the spec: FLOPs at the peak or bytes at the bandwidth, whichever is longer
-    flops: int  # executed
-    bytes: int
+    calls: int = 1
+    measured_seconds: float = 0.0
+    predicted_seconds: float = 0.0
+    floor_seconds: float = 0.0  # by the spec: FLOPs at the peak or bytes at the bandwidth, whichever is longer
+    flops: int = 0  # executed
+    bytes: int = 0
 
     @property
     def to_win_seconds(self) -> float:

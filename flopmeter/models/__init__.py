@@ -30,21 +30,6 @@ from flopmeter.models.gpt2 import GPT2, GPT2_124M, GPT2_355M, GPT2_774M, GPT2_15
 from flopmeter.models.llama import LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, Llama
 from flopmeter.models.vision import VIT_B_16, VIT_L_16, ConvNeXt, ResNet, ViT
 
-__all__ = [
-    "BUILTINS",
-    "GPT2",
-    "Bert",
-    "ConvNeXt",
-    "DiT",
-    "EncoderLayer",
-    "Llama",
-    "ResNet",
-    "UNet",
-    "ViT",
-    "backward",
-    "training_step",
-]
-
 Inputs = tuple[Tensor, ...]
 Builder = Callable[..., tuple[nn.Module, Inputs]]
 

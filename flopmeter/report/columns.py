@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flopmeter.report.quantities import UNKNOWN, percent_of
-from flopmeter.report.report import Report, Row
+from flopmeter.report.report import Report
+from flopmeter.report.rows import Row
 
 
 class ReportColumn(NamedTuple):

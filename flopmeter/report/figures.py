@@ -27,7 +27,8 @@ from flopmeter.records import (
     Regime,
 )
 from flopmeter.report.advice.spots import pattern
-from flopmeter.report.report import Report, Row
+from flopmeter.report.report import Report
+from flopmeter.report.rows import Row
 from flopmeter.timing.peak_memory import CATEGORIES, Category, usable_bytes_if_known
 
 
@@ -68,15 +69,9 @@ class Fill(NamedTuple):
     hatch: str  # as matplotlib writes it
 
 
-_FILLS = (
-    Fill("#0072B2", ""),
-    Fill("#D55E00", "//"),
-    Fill("#009E73", ".."),
-    Fill("#CC79A7", "xx"),
-    Fill("#E69F00", "\\\\"),
-    Fill("#56B4E9", "++"),
-)
-CATEGORY_FILLS: dict[Category, Fill] = dict(zip(CATEGORIES, _FILLS, strict=True))
+_COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+_HATCHES = "", "//", "..", "xx", "\\\\", "++"
+CATEGORY_FILLS: dict[Category, Fill] = dict(zip(CATEGORIES, map(Fill, _COLOURS, _HATCHES), strict=True))
 
 LEAST_INTENSITY = 1e-2  # FLOP/B that a roofline shows: a large copy with a scalar's work lies below
 MOST_NAMED, LEAST_NAMED = 6, 0.02  # kernels that a roofline names, and the share of the device's time of the least

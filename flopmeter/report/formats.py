@@ -14,7 +14,8 @@ from flopmeter.report.compilation import in_short
 from flopmeter.report.drawers import FORMATS, draws
 from flopmeter.report.page import page
 from flopmeter.report.quantities import HOW_ATTENTION_COUNTS, duration, figure, percent, percent_of, with_prefix
-from flopmeter.report.report import Report, Row
+from flopmeter.report.report import Report
+from flopmeter.report.rows import Row
 from flopmeter.report.tables import as_csv
 from flopmeter.report.winning import cautions, in_lines, where_to_win
 from flopmeter.timing.peak_memory import CONTEXT_BYTES, usable_bytes
@@ -173,7 +174,7 @@ def _communication(report: Report) -> list[str]:
     waits = "of it exposed" if exposed <= seconds else "in which nothing computes, waits for other ranks included"
     return [
         f"communication {duration(seconds)} in {count} collectives over {report.cluster.title}, "
-        f"{duration(exposed)} {waits}",
+        f"{duration(exposed)} {waits}"
     ]
 
 

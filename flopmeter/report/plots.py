@@ -26,7 +26,8 @@ from flopmeter.report.figures import (
     roofline_of,
 )
 from flopmeter.report.quantities import duration, with_prefix
-from flopmeter.report.report import By, Report, Row
+from flopmeter.report.report import Report
+from flopmeter.report.rows import By, Row
 
 _KEY_LETTERS = 88  # of a line below a panel
 _LARGEST_DOT = 900.0  # points², of a kernel that takes all of the time

@@ -8,7 +8,7 @@ import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tabulate import tabulate
@@ -20,6 +20,7 @@ DOCUMENT_SCHEMA_VERSION = 1
 _ALIGN = {"<": "left", ">": "right"}
 
 RowType = TypeVar("RowType", contravariant=True)
+AnyShown = TypeVar("AnyShown", bound="Shown")
 
 
 class Column(NamedTuple):
@@ -62,6 +63,11 @@ class Shown(ABC):
 
     @abstractmethod
     def _document(self) -> Document: ...
+
+    def with_note(self: AnyShown, note: str) -> AnyShown:
+        """The same with one more line under the tables; an empty note adds none."""
+        known: Any = self
+        return replace(known, notes=(*known.notes, note)) if note else self
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._document().title}>"

@@ -14,9 +14,9 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
-from flopmeter.ask.compare import AnyHardware, Comparison, DeviceResult, checked_devices, comparison_of, result_of
+from flopmeter.ask.compare import Comparison, DeviceResult, checked_devices, comparison_of, result_of
 from flopmeter.ask.workers import results_of
-from flopmeter.device.hardware import Hardware, HardwareError
+from flopmeter.device.hardware import AnyHardware, Hardware, HardwareError
 from flopmeter.run.ranks import first_failed, report_of, run_as_ranks
 from flopmeter.run.script import Script
 from flopmeter.run.session import Wishes

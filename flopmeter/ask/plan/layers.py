@@ -13,14 +13,12 @@ from flopmeter.ask.plan.blocks import Blocks, blocks_of
 from flopmeter.ask.plan.experts import experts_of, with_routing
 from flopmeter.ask.plan.fp8 import fp8_numel
 from flopmeter.ask.plan.overlap import hidden_seconds
-from flopmeter.ask.plan.program import PARAMETERS, backward, optimizer_step, split_layers
+from flopmeter.ask.plan.program import PARAMETERS, Where, backward, optimizer_step, split_layers
 from flopmeter.ask.plan.schedules import PassKind
 from flopmeter.ask.plan.splits import PlanError, Shape
 from flopmeter.ask.plan.subject import Subject
-from flopmeter.device.cluster import Cluster
-from flopmeter.device.hardware import Hardware
 from flopmeter.distributed import world
-from flopmeter.meter import FlopMeter, Mode
+from flopmeter.meter import FlopMeter
 from flopmeter.records import DEFAULT_STREAM, Op
 from flopmeter.report.report import Report
 
@@ -93,38 +91,24 @@ class LayerCosts(NamedTuple):
     assumptions: tuple[str, ...]
 
 
-class LayersJob(NamedTuple):
-    """What a worker needs to meter a shape."""
-
-    subject: Subject
-    shape: Shape
-    length: int
-    hardware: Hardware
-    cluster: Cluster
-    mode: Mode
-    meter_options: Mapping[str, Any]
-    async_tp: bool = False  # see overlap.py
-
-
-def meter_layers(job: LayersJob) -> LayerCosts:
+def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool = False) -> LayerCosts:
     """Two layers of the most frequent kind and one of each other kind run forward and backward. The second one of the
     first kind is taken: it is neither the first to run nor the last."""
-    subject, shape = job.subject, job.shape
     kinds = sorted(set(subject.kinds), key=lambda kind: -subject.kinds.count(kind))
     chosen = [kinds[0], *kinds]
     ranks = max(shape.cp, shape.ep) * shape.tp  # of cp and ep one divides the other
     sizes = {"rest": ranks // (shape.cp * shape.tp), "cp": shape.cp, "tp": shape.tp}
-    with world(ranks, sizes, gpus_per_node=job.cluster.gpus_per_node) as mesh:
+    with world(ranks, sizes, gpus_per_node=where.cluster.gpus_per_node) as mesh:
         model = subject.model(chosen)
         _cast(model)
         split_layers(subject, model, mesh, shape.recompute, range(0, shape.ep * shape.tp, shape.tp))
         blocks = subject.layers_of(model)
         boundary = _watch_boundary(blocks[-1])
-        tokens = torch.empty(shape.microbatch, job.length, dtype=torch.long, device="meta")
-        with FlopMeter(job.hardware, cluster=job.cluster, **with_routing(shape.ep, job.meter_options)) as meter:
+        tokens = torch.empty(shape.microbatch, where.length, dtype=torch.long, device="meta")
+        with FlopMeter(where.hardware, cluster=where.cluster, **with_routing(shape.ep, where.meter_options)) as meter:
             backward(subject, model, mesh, tokens)
-        report = meter.report(mode=job.mode)
-    hidden = hidden_seconds(report, shape.tp) if job.async_tp and shape.tp > 1 else None
+        report = meter.report(mode=where.mode)
+    hidden = hidden_seconds(report, shape.tp) if async_tp and shape.tp > 1 else None
     parts = _PartsOfReport(report, f"{type(model).__name__}.{subject.layers}.", hidden)
     experts = [sum(each.numel() for module in experts_of(block) for each in module.parameters()) for block in blocks]
     inside, frozen = ([_numel_of(block, which) for block in blocks] for which in (None, False))
@@ -149,7 +133,7 @@ def meter_layers(job: LayersJob) -> LayerCosts:
         before=parts.cost(BEFORE, first)._replace(frozen_parameters=frozen_first),
         after=parts.cost(AFTER, outside - first)._replace(frozen_parameters=frozen_outside - frozen_first),
         boundary_bytes=boundary[0],
-        **_optimizer(blocks[1], job),
+        **_optimizer(blocks[1], where),
         notes=report.notes,
         assumptions=report.assumptions,
     )
@@ -185,7 +169,7 @@ def _watch_boundary(block: nn.Module) -> list[int]:
     return found
 
 
-def _optimizer(block: nn.Module, job: LayersJob) -> dict[str, float]:
+def _optimizer(block: nn.Module, where: Where) -> dict[str, float]:
     """Seconds and bytes for each trained parameter, from a layer in fp32; a shard is assumed to take its share."""
     trained = [each for each in block.parameters() if each.requires_grad] or list(block.parameters())
     shards = [torch.empty(_local(each).shape, device="meta", requires_grad=True) for each in trained]
@@ -193,9 +177,9 @@ def _optimizer(block: nn.Module, job: LayersJob) -> dict[str, float]:
     for _ in range(2):  # the first one makes the state
         for each in shards:
             each.grad = torch.empty_like(each)
-        with FlopMeter(job.hardware, **job.meter_options) as meter:
+        with FlopMeter(where.hardware, **where.meter_options) as meter:
             step()
-    report, numel = meter.report(mode=job.mode), sum(each.numel() for each in shards)
+    report, numel = meter.report(mode=where.mode), sum(each.numel() for each in shards)
     return {
         "optimizer_seconds_per_parameter": (report.seconds - report.idle_seconds) / numel,
         "optimizer_bytes_per_parameter": max(report.memory.timeline["temporaries"]) / numel,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -11,11 +10,11 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from flopmeter.ask.checks import check_callable, check_flags, check_mapping, check_positive, check_whole
-from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.delays import NO_DELAYS, Delays, checked_delays, delay_notes
 from flopmeter.ask.plan.compose import Composed, SplitWork, compose, least_seconds
-from flopmeter.ask.plan.layers import LayerCosts, LayersJob, meter_layers
+from flopmeter.ask.plan.layers import LayerCosts, meter_layers
 from flopmeter.ask.plan.memory import MemoryUse, least_bytes, memory_of, state_bytes
+from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.rows import ParallelPlan, SplitRow
 from flopmeter.ask.plan.splits import (
     WITHOUT_NUMPY,
@@ -28,10 +27,10 @@ from flopmeter.ask.plan.splits import (
     splits,
 )
 from flopmeter.ask.plan.subject import Loss, Styles, Subject, subject_of
-from flopmeter.ask.plan.whole import Whole, WholeJob, meter_whole
+from flopmeter.ask.plan.whole import Whole, meter_whole
 from flopmeter.ask.workers import results_of
-from flopmeter.device.cluster import Cluster, cluster_of
-from flopmeter.device.hardware import Hardware, load_hardware
+from flopmeter.device.cluster import AnyCluster, Cluster, cluster_of
+from flopmeter.device.hardware import AnyHardware, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, Causal, Mode
 from flopmeter.report.quantities import HOW_ATTENTION_COUNTS, figure, percent
@@ -50,7 +49,7 @@ def plan(
     *,
     batch: int | None = None,
     length: int | None = None,
-    cluster: str | os.PathLike[str] | Cluster | None = None,
+    cluster: AnyCluster | None = None,
     mode: Mode = "eager",
     only: Mapping[str, object] | None = None,
     tensor_parallel: Styles | None = None,
@@ -115,7 +114,8 @@ def plan(
         world, sequences, tokens, len(subject.kinds), subject.heads, links.gpus_per_node, subject.experts,
         can_defer=mode == "eager",  # torch's schedules do not split backward passes of compiled stages
     )  # fmt: skip
-    search = _Search(subject, bounds, device, links, mode, usable, meter_options, async_tp)
+    where = Where(tokens, device, links, mode, meter_options)
+    search = _Search(subject, bounds, where, usable, async_tp)
     run = partial(results_of, workers=workers, executor=executor, progress=progress)
     found = search.best(wishes, rows, run)
     shown = [search.row(each, dollars_per_gpu_hour) for each in found]
@@ -147,13 +147,9 @@ class _Found(NamedTuple):
 class _Search:
     """The splits of one model on one cluster."""
 
-    def __init__(
-        self, subject: Subject, bounds: Bounds, device: Hardware, cluster: Cluster, mode: Mode, usable: int | None,
-        meter_options: Mapping[str, Any], async_tp: bool,
-    ) -> None:  # fmt: skip
-        self._subject, self._bounds, self._device, self._cluster = subject, bounds, device, cluster
-        self._mode: Mode = mode
-        self._usable, self._meter_options, self._async_tp = usable, meter_options, async_tp
+    def __init__(self, subject: Subject, bounds: Bounds, where: Where, usable: int | None, async_tp: bool) -> None:
+        self._subject, self._bounds, self._where = subject, bounds, where
+        self._usable, self._async_tp = usable, async_tp
         self.costs: dict[Shape, LayerCosts] = {}
         self.considered = self.may_fit = 0
 
@@ -165,8 +161,8 @@ class _Search:
             raise PlanError(_nothing(self._subject, self._bounds, wishes))
         worth = [each for each in candidates if self._may_fit(each)] or candidates
         shapes = list(dict.fromkeys([*(each.shape for each in worth), ONE_RANK]))
-        jobs = [LayersJob(self._subject, shape, *self._where, self._async_tp) for shape in shapes]
-        self.costs = dict(zip(shapes, run(meter_layers, jobs), strict=True))
+        metered = run(partial(meter_layers, self._subject, self._where, async_tp=self._async_tp), shapes)
+        self.costs = dict(zip(shapes, metered, strict=True))
         works = [self._work(each) for each in worth]
         sizes = [least_bytes(work) for work in works]
         may_fit = [
@@ -179,10 +175,6 @@ class _Search:
         self.may_fit = len(may_fit)
         return found
 
-    @property
-    def _where(self) -> tuple[int, Hardware, Cluster, Mode, Mapping[str, Any]]:
-        return self._bounds.length, self._device, self._cluster, self._mode, self._meter_options
-
     def _may_fit(self, split: Split) -> bool:
         """Whether parameters, gradients and optimizer state alone fit."""
         share = split.tp * split.pp * split.shards
@@ -190,9 +182,8 @@ class _Search:
         return self._usable is None or state_bytes(split, trained, every - trained) / share <= self._usable
 
     def _work(self, split: Split) -> SplitWork:
-        return SplitWork(
-            split, self._subject.kinds, self.costs[split.shape], self._bounds.batch, self._device, self._cluster
-        )
+        costs, where = self.costs[split.shape], self._where
+        return SplitWork(split, self._subject.kinds, costs, self._bounds.batch, where.hardware, where.cluster)
 
     @cached_property
     def _model_flops(self) -> int:
@@ -203,7 +194,7 @@ class _Search:
 
     def row(self, found: _Found, dollars: float | None) -> SplitRow:
         split, step, memory = found
-        peak = self._device.contraction_peak("bf16").flop_per_s * self._bounds.world
+        peak = self._where.hardware.contraction_peak("bf16").flop_per_s * self._bounds.world
         return SplitRow(
             split=split,
             how="composed",
@@ -220,12 +211,13 @@ class _Search:
             dollars_per_gpu_hour=dollars,
         )
 
-    def whole_job(self, row: SplitRow) -> WholeJob:
-        return WholeJob(self._subject, row.split, row.microbatches, *self._where, self._usable)
+    def whole(self, rows: list[SplitRow], run: _Runner) -> list[Whole]:
+        metered = partial(meter_whole, self._subject, self._where, usable_bytes=self._usable)
+        return run(metered, [(row.split, row.microbatches) for row in rows])
 
     def notes(self) -> list[str]:
         found = [note for costs in self.costs.values() for note in costs.notes]
-        if self._subject.is_compiled and self._mode == "eager":
+        if self._subject.is_compiled and self._where.mode == "eager":
             found.append("layers run eagerly, though the model compiles them: mode='compiled' prices them as compiled")
         return found + [f"assumed: {each}" for costs in self.costs.values() for each in costs.assumptions]
 
@@ -251,9 +243,7 @@ def _fastest(works: list[SplitWork], rows: int, usable_bytes: int | None) -> lis
 def _metered(search: _Search, rows: list[SplitRow], whole: int, run: _Runner) -> list[SplitRow]:
     """With the first of those without a pipeline metered whole, of which FSDP2 shards the parameters."""
     chosen = [row for row in rows if row.split.pp == 1 and row.split.shards > 1][:whole]
-    results = dict(
-        zip((row.split for row in chosen), run(meter_whole, [search.whole_job(row) for row in chosen]), strict=True)
-    )
+    results = dict(zip((row.split for row in chosen), search.whole(chosen, run), strict=True))
     return [_as_whole(row, results[row.split]) if row.split in results else row for row in rows]
 
 

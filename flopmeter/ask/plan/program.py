@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,23 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from flopmeter.ask.plan.experts import experts_of, split_experts
 from flopmeter.ask.plan.splits import Recompute, Split
 from flopmeter.ask.plan.subject import Subject
+from flopmeter.device.cluster import Cluster
+from flopmeter.device.hardware import Hardware
+from flopmeter.meter import Mode
 from flopmeter.torch_names import distributed as private
 from flopmeter.torch_names.operators import Overloads, Packets, aten_overloads
 
 PARAMETERS, REDUCED = torch.bfloat16, torch.float32  # the types in which matmuls run, and in which gradients are summed
+
+
+class Where(NamedTuple):
+    """On what the program is metered, and how."""
+
+    length: int  # tokens of a sequence
+    hardware: Hardware
+    cluster: Cluster
+    mode: Mode
+    meter_options: Mapping[str, Any]
 
 
 def split_layers(

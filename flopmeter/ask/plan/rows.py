@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from flopmeter.ask.compare import step_dollars
@@ -102,10 +102,6 @@ class ParallelPlan(Shown):
     def best(self) -> SplitRow | None:
         """The fastest split that fits; None if none does."""
         return next((row for row in self.rows if row.fits is not False), None)
-
-    def with_note(self, note: str) -> ParallelPlan:
-        """The same with one more line under the table; an empty note adds none."""
-        return replace(self, notes=(*self.notes, note)) if note else self
 
     def _document(self) -> Document:
         records = [row.as_dict() for row in self.rows]

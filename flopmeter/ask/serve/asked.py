@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from flopmeter.ask.checks import check_share, check_whole
 from flopmeter.ask.serve.cache import ServingError
@@ -37,7 +36,6 @@ class ServingPlan:
     is_disaggregated: bool
     dollars_per_kwh: float | None = None
     cluster: Cluster | None = None  # None: the default one of each device
-    meter_options: Mapping[str, Any] = field(default_factory=dict)
 
     def links(self, device: Hardware) -> Cluster:
         return cluster_of(device, self.cluster)

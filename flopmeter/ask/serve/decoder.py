@@ -62,10 +62,6 @@ class Decoder:
         """Bytes of this rank's weights, as the model keeps them; tied weights count once."""
         return sum(tensor.nbytes for tensor in _distinct(self.model))
 
-    @property
-    def parameters(self) -> int:
-        return sum(tensor.numel() for tensor in _distinct(self.model))
-
     def kv_bytes(self, tokens: int, element_bytes: float) -> float:
         """Bytes that a sequence of that many tokens holds on this rank, in all layers. A layer with a window holds no
         more tokens than the window. Every rank holds latents whole. States have a type of their own."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from flopmeter.ask.checks import check_flags
-from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware, checked_devices, checked_prices
+from flopmeter.ask.compare import SECONDS_PER_HOUR, checked_devices, checked_prices
 from flopmeter.ask.serve.asked import ServingPlan, check_draft, links_of, notes_of, title_of
 from flopmeter.ask.serve.cache import CacheKind, ServingError
 from flopmeter.ask.serve.decoder import decoder
@@ -18,7 +18,7 @@ from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_
 from flopmeter.ask.serve.slo import read_slo
 from flopmeter.ask.serve.steps import StepCost, StepModel
 from flopmeter.device.cluster import Cluster, load_cluster
-from flopmeter.device.hardware import Hardware, HardwareError
+from flopmeter.device.hardware import AnyHardware, Hardware, HardwareError
 from flopmeter.meter import Mode, checked_energy_price
 from flopmeter.records.powers_of_two import power_of_two_up_to
 from flopmeter.report.quantities import duration, figure, in_gb, in_ms
@@ -77,10 +77,6 @@ class Serving(Shown):
     unable: Mapping[str, str]
     slo: Mapping[str, float]
     notes: tuple[str, ...]
-
-    def with_note(self, note: str) -> Serving:
-        """The same with one more line under the table; an empty note adds none."""
-        return replace(self, notes=(*self.notes, note)) if note else self
 
     def _document(self) -> Document:
         records = [row.as_dict() for row in self.rows]
@@ -178,7 +174,7 @@ def serving(
         chunk=_tokens_in_step(chunk, disaggregated), prefix=prefix,
         draft_tokens=4 if draft_tokens is None else draft_tokens,
         acceptance=0.7 if acceptance is None else acceptance, is_disaggregated=disaggregated,
-        dollars_per_kwh=checked_energy_price(dollars_per_kwh), meter_options=meter_options,
+        dollars_per_kwh=checked_energy_price(dollars_per_kwh),
         cluster=None if cluster is None else load_cluster(cluster),
     )  # fmt: skip
     plan.check()

@@ -8,9 +8,8 @@ from math import prod
 
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.rules import make_contraction, make_cost, rule, scratch
+from flopmeter.costs.rules import in_one_piece, make_contraction, make_cost, rule, scratch
 from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Cost, Matmul
-from flopmeter.records.memory_format import dense_strides
 from flopmeter.torch_names.operators import aten
 
 # The element-wise kernels of a window after its arange: FLOPs and functions among them, for each element.
@@ -44,7 +43,7 @@ def renorm(call: Call) -> tuple[Cost, ...]:
     (aten/src/ATen/native/Normalization.cpp)."""
     (x,) = call.inputs
     slices = x.shape[call.argument("dim")]
-    factors = scratch(x)._replace(shape=(slices,), stride=(1,), dtype=x.dtype.to_real())
+    factors = in_one_piece(scratch(x), (slices,))._replace(dtype=x.dtype.to_real())
     norms = make_cost(
         call, REDUCTION, 2 * x.numel + slices, transcendentals=slices, written=(factors,), fused_multiply_add=True
     )
@@ -61,8 +60,8 @@ def mvlgamma(call: Call) -> tuple[Cost, ...]:
     (aten/src/ATen/native/UnaryOps.cpp). The form in place copies the result."""
     (x,), (out,) = call.inputs, call.outputs
     p = call.argument("p")
-    halves = scratch(x)._replace(shape=(p,), stride=(1,))
-    terms = scratch(x, 2)._replace(shape=(*x.shape, p), stride=dense_strides((*x.shape, p), channels_last=False))
+    halves = in_one_piece(scratch(x), (p,))
+    terms = in_one_piece(scratch(x, 2), (*x.shape, p))
     total = scratch(x, 3) if out.storage == x.storage else out
     return (
         make_cost(call, MOVEMENT, read=(), written=(halves,)),
@@ -80,12 +79,11 @@ def affine_grid(call: Call) -> tuple[Cost, ...]:
     whose last column is one; then the points times the map (aten/src/ATen/native/AffineGridGenerator.cpp)."""
     (theta,), (grid,) = call.inputs, call.outputs
     batch, *sizes = grid.shape[:-1]
-    points = scratch(grid)._replace(shape=(batch, *sizes, len(sizes) + 1))
-    points = points._replace(stride=dense_strides(points.shape, channels_last=False))
+    points = in_one_piece(scratch(grid), (batch, *sizes, len(sizes) + 1))
     column = points._replace(shape=points.shape[:-1], stride=points.stride[:-1])
     costs = []
     for size in reversed(sizes):
-        axis = scratch(grid, 2)._replace(shape=(size,), stride=(1,))
+        axis = in_one_piece(scratch(grid, 2), (size,))
         costs.append(make_cost(call, MOVEMENT, read=(), written=(axis,)))
         if not call.argument("align_corners"):
             costs += [make_cost(call, ELEMENTWISE, size, read=(axis,), written=(axis,))] * 2

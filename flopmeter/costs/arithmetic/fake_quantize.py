@@ -8,9 +8,8 @@ from collections.abc import Iterable
 
 import torch
 
-from flopmeter.costs.rules import make_cost, rule, scratch
+from flopmeter.costs.rules import in_one_piece, make_cost, rule, scratch
 from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Cost, Region, TensorSpec
-from flopmeter.records.memory_format import dense_strides
 from flopmeter.torch_names.operators import aten
 
 _OF_TENSOR = 5  # (clamp(round(x / scale) + zero) - zero)·scale, with one over the scale computed before
@@ -22,10 +21,7 @@ _GRID = 9  # (most - least)/steps, two candidates for the zero point, how far ea
 _SYMMETRIC_GRID = _GRID + 4  # the larger of two quotients, times both ends
 
 
-@rule(
-    aten.fake_quantize_per_tensor_affine_cachemask,
-    aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
-)
+@rule(aten.fake_quantize_per_tensor_affine_cachemask, aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams)
 def of_tensor(call: Call) -> Cost:
     """One kernel for the numbers and the mask of those inside of the grid."""
     return make_cost(call, ELEMENTWISE, _OF_TENSOR * call.inputs[0].numel)
@@ -82,8 +78,8 @@ def observed(call: Call) -> tuple[Cost, ...]:
     x, observes, quantizes, *kept = map(call.argument, names)
     by_channels = call.argument("per_row_fake_quant")
     channels = x.shape[call.argument("ch_axis")] if by_channels else 1
-    low, high, scale, zero = (_vector(spec, channels) for spec in kept)
-    least, most = (_vector(scratch(x, number), channels) for number in (1, 2))
+    low, high, scale, zero = (in_one_piece(spec, (channels,)) for spec in kept)
+    least, most = (in_one_piece(scratch(x, number), (channels,)) for number in (1, 2))
     of_grid = _SYMMETRIC_GRID if call.argument("symmetric_quant") else _GRID
     costs = [
         *_copies(call, x, by_channels),
@@ -141,7 +137,7 @@ def _gradients(call: Call, read: tuple[TensorSpec, ...], flops: int) -> tuple[Co
 
 def _copies(call: Call, x: TensorSpec, by_channels: bool) -> Iterable[Cost]:
     """The numbers in one piece; the channels of another axis than the first as rows."""
-    dense = scratch(x, 3)._replace(stride=dense_strides(x.shape, channels_last=False))
+    dense = in_one_piece(scratch(x, 3), x.shape)
     is_permuted = by_channels and len(x.shape) != 2 and call.argument("ch_axis") != 0
     if x.stride != dense.stride:
         yield make_cost(call, MOVEMENT, read=(x,), written=(dense,))
@@ -151,7 +147,7 @@ def _copies(call: Call, x: TensorSpec, by_channels: bool) -> Iterable[Cost]:
 
 def _asked_for_ends(call: Call, zero: TensorSpec) -> tuple[Cost, ...]:
     """Whether the least and the largest zero point lie on the grid, the host asks."""
-    ends = [_vector(scratch(zero, number), 1) for number in (5, 6)]
+    ends = [in_one_piece(scratch(zero, number), (1,)) for number in (5, 6)]
     return make_cost(call, REDUCTION, read=(zero,), written=ends), *_asked(call, ends)
 
 
@@ -161,7 +157,3 @@ def _asked(call: Call, numbers: Iterable[TensorSpec]) -> tuple[Cost, ...]:
         make_cost(call, MOVEMENT, read=(number,), written=(Region(None, number.nbytes),), blocks_host=True)
         for number in numbers
     )
-
-
-def _vector(spec: TensorSpec, size: int) -> TensorSpec:
-    return spec._replace(shape=(size,), stride=(1,))

@@ -8,9 +8,9 @@ from __future__ import annotations
 from math import ceil, prod
 
 from flopmeter.costs.index_arithmetic import index_operations
-from flopmeter.costs.rules import make_cost, rule
+from flopmeter.costs.rules import in_one_piece, make_cost, rule
 from flopmeter.records import NORMALIZATION, Call, Cost, Reread, TensorSpec, ThreadGrid
-from flopmeter.records.memory_format import dense_strides, is_channels_last
+from flopmeter.records.memory_format import is_channels_last
 from flopmeter.records.powers_of_two import power_of_two_from, power_of_two_up_to
 from flopmeter.torch_names.operators import aten
 
@@ -92,7 +92,7 @@ def group_norm(call: Call) -> Cost:
     x, *affine = call.inputs
     groups, channels = (call.argument("N") * call.argument(name) for name in ("group", "C"))
     kernels = 2 if affine and call.argument("HxW") > 1 else 1  # beside the statistics
-    each, of_channel = _repeated(x, (channels, call.argument("HxW"))), _repeated(x, (channels, 1))
+    each, of_channel = in_one_piece(x, (channels, call.argument("HxW"))), in_one_piece(x, (channels, 1))
     indexed = index_operations((each, each, of_channel, of_channel))
     return make_cost(
         call, NORMALIZATION, (5 + len(affine)) * x.numel,
@@ -113,20 +113,15 @@ def group_norm_backward(call: Call) -> Cost:
         sums, kernels = _as_kernel(sums)._replace(nbytes=2 * grad.nbytes), 2 + (call.argument("weight") is not None)
         shape = samples * group, channels // group, plane
         each, of_channel, of_group = (
-            _repeated(grad, shape),
-            _repeated(grad, (*shape[:2], 1)),
-            _repeated(grad, (shape[0], 1, 1)),
+            in_one_piece(grad, shape),
+            in_one_piece(grad, (*shape[:2], 1)),
+            in_one_piece(grad, (shape[0], 1, 1)),
         )
         indexed = index_operations((each, each, each, of_channel, of_group, of_group))
     over_samples = Reread(0, ceil(channels / PLAIN_THREADS), 0, PLAIN_THREADS, 0, samples, is_kernel=True)
     rereads = (sums, over_samples) if any(of_weights) else (sums,)
     flops = _wanted(call) * grad.numel
     return make_cost(call, NORMALIZATION, flops, rereads=rereads, index_operations=indexed, kernels=kernels)
-
-
-def _repeated(x: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
-    """An operand of these sizes, of which those of 1 are repeated."""
-    return x._replace(shape=shape, stride=dense_strides(shape, channels_last=False))
 
 
 def _wanted(call: Call) -> int:

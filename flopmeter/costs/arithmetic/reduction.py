@@ -16,6 +16,7 @@ from flopmeter.costs.rules import (
     COMPLEX_ADD,
     COMPLEX_MULTIPLY,
     COMPLEX_OTHER,
+    in_one_piece,
     is_complex,
     make_contraction,
     make_cost,
@@ -25,7 +26,7 @@ from flopmeter.costs.rules import (
 )
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Cost, Matmul, Region, TensorSpec
-from flopmeter.records.memory_format import dense_strides, is_channels_last
+from flopmeter.records.memory_format import is_channels_last
 from flopmeter.torch_names.operators import aten, aten_overloads
 
 
@@ -237,12 +238,7 @@ def overlapping_gradients(call: Call) -> tuple[Cost, ...]:
     if call.func.overloadpacket is aten.max_pool2d_with_indices_backward:  # each element asks all its windows
         places = place_operations(out.numel, grad.numel * _window(call, 2))
     added = make_cost(
-        call,
-        REDUCTION,
-        grad.numel,
-        read=(grad, *call.inputs[2:]),
-        complex_factor=COMPLEX_ADD,
-        index_operations=places,
+        call, REDUCTION, grad.numel, read=(grad, *call.inputs[2:]), complex_factor=COMPLEX_ADD, index_operations=places
     )
     return (added,) if call.func.overloadpacket in _GATHERED else (zeros(call, out), added)
 
@@ -268,7 +264,7 @@ def count_nonzero(call: Call) -> tuple[Cost, ...]:
 def dist(call: Call) -> tuple[Cost, Cost]:
     """The norm of a difference, which a kernel of its own writes, of the shape to which both are broadcast."""
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.inputs))
-    difference = scratch(call.inputs[0])._replace(shape=shape, stride=dense_strides(shape, channels_last=False))
+    difference = in_one_piece(scratch(call.inputs[0]), shape)
     norm = vector_norm(replace(call, inputs=(difference,)))
     return (
         make_cost(call, ELEMENTWISE, difference.numel, written=(difference,), complex_factor=COMPLEX_ADD),
@@ -314,8 +310,7 @@ def _norms_and_ones(x: TensorSpec, number: int) -> tuple[TensorSpec, TensorSpec]
 
 
 def _of_depth(spec: TensorSpec, depth: int) -> TensorSpec:
-    shape = (*spec.shape[:-1], depth)
-    return spec._replace(shape=shape, stride=dense_strides(shape, channels_last=False))
+    return in_one_piece(spec, (*spec.shape[:-1], depth))
 
 
 def _squared(call: Call, x: TensorSpec, norms: TensorSpec, ones: TensorSpec) -> tuple[Cost, ...]:

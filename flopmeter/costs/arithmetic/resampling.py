@@ -30,12 +30,7 @@ _UPSAMPLERS: dict[OpOverloadPacket, tuple[int, int]] = {
     aten.upsample_bicubic2d: (4, 2),
 }
 NEAREST_THREADS = 512  # of a block
-_GRADIENTS: dict[OpOverloadPacket, tuple[int, int]] = {
-    aten.upsample_linear1d_backward: (2, 1),
-    aten.upsample_bilinear2d_backward: (2, 2),
-    aten.upsample_trilinear3d_backward: (2, 3),
-    aten.upsample_bicubic2d_backward: (4, 2),
-}
+_GRADIENTS = {getattr(aten, f"{packet.__name__}_backward"): filter_ for packet, filter_ in _UPSAMPLERS.items()}
 
 
 @rule(*_UPSAMPLERS)

@@ -1,11 +1,4 @@
 """Rules of ops that multiply matrices: matmuls, convolutions, attention, recurrent networks, linear algebra."""
 
-from flopmeter.costs.contractions import (  # noqa: F401  (they fill RULES)
-    attention,
-    convolution,
-    fused_layers,
-    linalg,
-    matmul,
-    quantized,
-    rnn,
-)
+# They fill RULES.
+from flopmeter.costs.contractions import attention, convolution, fused_layers, linalg, matmul, quantized, rnn  # noqa: F401

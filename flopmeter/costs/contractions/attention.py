@@ -101,28 +101,24 @@ class _AttentionOp(NamedTuple):
     mask: Callable[[Call], Mask]
 
 
-_FORWARD: dict[OpOverloadPacket, _AttentionOp] = {
-    aten._scaled_dot_product_flash_attention: _AttentionOp("flash", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_efficient_attention: _AttentionOp("efficient", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_cudnn_attention: _AttentionOp("cudnn", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_flash_attention_for_cpu: _AttentionOp("other", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_fused_attention_overrideable: _AttentionOp("other", _of_sdpa, _causal_mask),
-    aten._flash_attention_forward: _AttentionOp("flash", _of_library, _flash_mask),
-    aten._flash_attention_forward_no_dropout_inplace: _AttentionOp("flash", _of_library, _flash_mask),  # torch 2.13
-    aten._cudnn_attention_forward: _AttentionOp("cudnn", _of_cudnn, _causal_mask),
-    aten._cudnn_attention_forward_no_dropout_inplace: _AttentionOp("cudnn", _of_cudnn, _causal_mask),  # torch 2.15
-    aten._efficient_attention_forward: _AttentionOp("efficient", _of_library, _efficient_mask),
+_OPS = {  # by what the names of forward and backward have in common
+    "_scaled_dot_product_flash_attention": _AttentionOp("flash", _of_sdpa, _causal_mask),
+    "_scaled_dot_product_efficient_attention": _AttentionOp("efficient", _of_sdpa, _causal_mask),
+    "_scaled_dot_product_cudnn_attention": _AttentionOp("cudnn", _of_sdpa, _causal_mask),
+    "_scaled_dot_product_flash_attention_for_cpu": _AttentionOp("other", _of_sdpa, _causal_mask),
+    "_scaled_dot_product_fused_attention_overrideable": _AttentionOp("other", _of_sdpa, _causal_mask),
+    "_flash_attention": _AttentionOp("flash", _of_library, _flash_mask),
+    "_cudnn_attention": _AttentionOp("cudnn", _of_cudnn, _causal_mask),
+    "_efficient_attention": _AttentionOp("efficient", _of_library, _efficient_mask),
 }
-_BACKWARD: dict[OpOverloadPacket, _AttentionOp] = {
-    aten._scaled_dot_product_flash_attention_backward: _AttentionOp("flash", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_efficient_attention_backward: _AttentionOp("efficient", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_cudnn_attention_backward: _AttentionOp("cudnn", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _AttentionOp("other", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_fused_attention_overrideable_backward: _AttentionOp("other", _of_sdpa, _causal_mask),
-    aten._flash_attention_backward: _AttentionOp("flash", _of_library, _flash_mask),
-    aten._cudnn_attention_backward: _AttentionOp("cudnn", _of_cudnn, _causal_mask),
-    aten._efficient_attention_backward: _AttentionOp("efficient", _of_library, _efficient_mask),
-}
+
+
+def _by_packet(*endings: str) -> dict[OpOverloadPacket, _AttentionOp]:
+    return {packet: op for name, op in _OPS.items() for packet in aten.present(*(name + end for end in endings))}
+
+
+_FORWARD = _by_packet("", "_forward", "_forward_no_dropout_inplace")  # the last since torch 2.13
+_BACKWARD = _by_packet("_backward")
 
 
 @rule(*_FORWARD)
@@ -153,12 +149,7 @@ def attention_backward(call: Call) -> Cost:
 
 
 def _fused(
-    call: Call,
-    backend: AttentionBackend,
-    products: list[Matmul],
-    shape: AttentionShape,
-    *,
-    recomputed_flops: int = 0,
+    call: Call, backend: AttentionBackend, products: list[Matmul], shape: AttentionShape, *, recomputed_flops: int = 0
 ) -> Cost:
     pairs = sum(map(prod, shape.sizes))
     visible = sum(count * visible_pairs(queries, keys, shape.mask) for count, queries, keys in shape.sizes)

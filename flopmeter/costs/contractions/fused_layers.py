@@ -127,8 +127,5 @@ def _fused(layer: _Layer) -> Cost:
 def _bmm(layer: _Layer, product: Matmul) -> Cost:
     batch, m, n, k = product
     return make_contraction(
-        layer.call,
-        [product],
-        read=batch * (m * k + k * n) * layer.itemsize,
-        written=batch * m * n * layer.itemsize,
+        layer.call, [product], read=batch * (m * k + k * n) * layer.itemsize, written=batch * m * n * layer.itemsize
     )

@@ -7,6 +7,7 @@ from math import prod
 from flopmeter.costs.rules import (
     COMPLEX_ADD,
     COMPLEX_MULTIPLY,
+    in_one_piece,
     is_complex,
     make_contraction,
     make_cost,
@@ -19,15 +20,9 @@ from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.torch_names.operators import aten
 
 
-@rule(aten.mm, aten._int_mm)
+@rule(aten.mm, aten._int_mm, aten.bmm)
 def mm(call: Call) -> Cost:
-    """[m, k] @ [k, n]."""
-    return make_contraction(call, [_product(*call.inputs)])
-
-
-@rule(aten.bmm)
-def bmm(call: Call) -> Cost:
-    """[b, m, k] @ [b, k, n]."""
+    """[m, k] @ [k, n]; `bmm` has a batch of them."""
     return make_contraction(call, [_product(*call.inputs)])
 
 
@@ -111,9 +106,7 @@ def trilinear(call: Call) -> tuple[Cost, ...]:
     early = {dim for dim in summed if dim in call.argument("expand3")}
     first, pair = _product_of_pair(shapes[0], shapes[1], early)
     second, last = _product_of_pair(pair, shapes[2], summed - early)
-    made, term = (
-        scratch(out, number)._replace(shape=(prod(of),), stride=(1,)) for number, of in ((1, pair), (2, last))
-    )
+    made, term = in_one_piece(scratch(out, 1), (prod(pair),)), in_one_piece(scratch(out, 2), (prod(last),))
     written = Region(out, term.nbytes)
     step = (
         make_contraction(call, [first], read=parts[:2], written=(made,)),

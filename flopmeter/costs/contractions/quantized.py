@@ -122,30 +122,19 @@ def share_of(spec: TensorSpec, part: int, whole: int) -> Region:
     return Region(spec, spec.nbytes * part // max(whole, 1))
 
 
-@rule(aten._weight_int8pack_mm)
-def int8_weight_mm(call: Call) -> Cost:
-    """x @ w^T with w int8, times one scale for each column. The kernels that cast x, the scales and the result from and
-    to fp32 are left out."""
-    matmul = _of_rows(call)
-    work = UnpackingMatmulWork(matmul, matmul.macs, 8)
-    return make_product(call, work, extra=((ELEMENTWISE, call.outputs[0].numel),))
+@rule(aten._weight_int8pack_mm, aten._weight_int4pack_mm)
+def packed_weight_mm(call: Call) -> Cost:
+    """x @ w^T with w unpacked on the way: of int4 with a scale and a zero point for each weight, of int8 with one scale
+    for each column. (The kernels that cast x, the scales and the result from and to fp32 are left out.)"""
+    matmul, is_int4 = _of_rows(call), call.func.overloadpacket is aten._weight_int4pack_mm
+    work = UnpackingMatmulWork(matmul, matmul.macs, 4 if is_int4 else 8)
+    scaling = 2 * matmul.n * matmul.k if is_int4 else call.outputs[0].numel
+    return make_product(call, work, extra=((ELEMENTWISE, scaling),))
 
 
-@rule(aten._weight_int4pack_mm)
+@rule(aten._weight_int4pack_mm_for_cpu, aten._weight_int4pack_mm_with_scales_and_zeros, aten._dyn_quant_matmul_4bit)
 def int4_weight_mm(call: Call) -> Cost:
-    """x @ w^T with w unpacked on the way: a scale and a zero point for each weight."""
-    matmul = _of_rows(call)
-    work = UnpackingMatmulWork(matmul, matmul.macs, 4)
-    return make_product(call, work, extra=((ELEMENTWISE, 2 * matmul.n * matmul.k),))
-
-
-@rule(
-    aten._weight_int4pack_mm_for_cpu,
-    aten._weight_int4pack_mm_with_scales_and_zeros,
-    aten._dyn_quant_matmul_4bit,
-)
-def int4_weight_mm_elsewhere(call: Call) -> Cost:
-    """The same on CPUs and on Intel's GPUs."""
+    """That of int4 on CPUs and on Intel's GPUs."""
     matmul = _of_rows(call)
     return make_contraction(call, [matmul], extra=((ELEMENTWISE, 2 * matmul.n * matmul.k),))
 

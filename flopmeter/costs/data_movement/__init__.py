@@ -2,13 +2,8 @@
 
 import torch
 
-from flopmeter.costs.data_movement import (  # noqa: F401  (they fill RULES)
-    concatenation,
-    indexing,
-    movement,
-    sorting,
-    table_gradients,
-)
+# They fill RULES.
+from flopmeter.costs.data_movement import concatenation, indexing, movement, sorting, table_gradients  # noqa: F401
 
 if torch.distributed.is_available():  # else torch has no collectives
     from flopmeter.costs.data_movement import communication  # noqa: F401

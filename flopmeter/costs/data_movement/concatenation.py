@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from flopmeter.costs.access import cast_operations
 from flopmeter.costs.index_arithmetic import ADDRESS_OPERATIONS, index_operations
-from flopmeter.costs.rules import make_cost, rule
+from flopmeter.costs.rules import in_one_piece, make_cost, rule
 from flopmeter.costs.scatter import SECTOR_BYTES, scatter_of
 from flopmeter.records import MOVEMENT, Call, Cost, GridLoop, Scatter, TensorSpec, ThreadGrid, VectorWork
-from flopmeter.records.memory_format import dense_strides, is_channels_last, is_dense
+from flopmeter.records.memory_format import is_channels_last, is_dense
 from flopmeter.torch_names.operators import aten
 
 MOST_DIMENSIONS = 4  # CAT_ARRAY_MAX_INPUT_DIMS
@@ -126,7 +126,7 @@ def _grid(kernel: CatKernel, inputs: Sequence[TensorSpec]) -> ThreadGrid:
 
 def _scatter(inputs: Sequence[TensorSpec]) -> Scatter:
     """Threads take the elements of each input in the order of its shape."""
-    ordered = (spec._replace(stride=dense_strides(spec.shape, channels_last=False)) for spec in inputs)
+    ordered = (in_one_piece(spec, spec.shape) for spec in inputs)
     lookups, requests, lines = zip(*(scatter_of(pair) for pair in zip(ordered, inputs, strict=True)), strict=True)
     return Scatter(sum(lookups), sum(requests), max(lines))
 

@@ -14,7 +14,7 @@ from math import ceil, log, log2
 import torch
 
 from flopmeter.costs.index_arithmetic import RANDOM_OPERATIONS
-from flopmeter.costs.rules import make_cost, rule, scratch
+from flopmeter.costs.rules import in_one_piece, make_cost, rule, scratch
 from flopmeter.records import MOVEMENT, RANDOM, SORTING, Call, Cost, TensorSpec, ThreadGrid
 from flopmeter.records.powers_of_two import power_of_two_from
 from flopmeter.torch_names.operators import aten
@@ -169,8 +169,8 @@ def _numbers(call: Call, numbers: TensorSpec) -> Cost:
 
 def _sorted_alone(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
     """One row after another, each on the whole device."""
-    results = [spec._replace(shape=(size,), stride=(1,)) for spec in _results(call)]
-    row, numbers = call.inputs[0]._replace(shape=(size,), stride=(1,)), scratch(results[1], 3)
+    results = [in_one_piece(spec, (size,)) for spec in _results(call)]
+    row, numbers = in_one_piece(call.inputs[0], (size,)), scratch(results[1], 3)
     return _numbers(call, numbers), *radix_sort(call, row, numbers, bits_of(row), results) * rows
 
 

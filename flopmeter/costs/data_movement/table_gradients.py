@@ -10,7 +10,7 @@ from math import ceil, log2, prod
 import torch
 
 from flopmeter.costs.data_movement.sorting import bits_of, radix_sort
-from flopmeter.costs.rules import make_cost, rule, scratch
+from flopmeter.costs.rules import in_one_piece, make_cost, rule, scratch
 from flopmeter.records import INDEXING, MOVEMENT, Call, Cost, Region, TensorSpec, ThreadGrid
 from flopmeter.torch_names.operators import aten
 
@@ -103,7 +103,7 @@ def sorted_additions(
     taken = [place for place, index in enumerate(indices) if index is not None]
     count = prod(torch.broadcast_shapes(*(indices[place].shape for place in taken)))
     before = prod(target.shape[: taken[0]])
-    places = scratch(target._replace(shape=(count,), stride=(1,), dtype=torch.int64), 3)
+    places = in_one_piece(scratch(target._replace(dtype=torch.int64), 3), (count,))
     numbers = scratch(places, 4)
     bits = max(1, ceil(log2(prod(target.shape[place] for place in taken))))
     numbered = make_cost(

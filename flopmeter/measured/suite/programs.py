@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flopmeter.measured.suite.cases import Case, CaseRun, Maker, UnknownCaseError, torch_dtype
-from flopmeter.models import BUILTINS, Llama, backward
-from flopmeter.models.llama import LlamaConfig, rotary_table, rotate
+from flopmeter.models import BUILTINS, backward
+from flopmeter.models.llama import Llama, LlamaConfig, rotary_table, rotate
 
 PROGRAMS: dict[str, Callable[..., CaseRun]] = {}
 """How a program is made: a function of the Maker and the case's inputs but its dtype."""
@@ -48,11 +48,7 @@ def _lstm(batch: int, seq: int, layers: int, dtype: torch.dtype) -> tuple[nn.Mod
         return Recurrent(width, layers).to(dtype), (torch.empty(batch, seq, width, dtype=dtype),)
 
 
-MODELS: dict[str, Callable[..., tuple[nn.Module, tuple[Tensor, ...]]]] = {
-    **BUILTINS,
-    "llama-1b": _llama,
-    "lstm": _lstm,
-}
+MODELS: dict[str, Callable[..., tuple[nn.Module, tuple[Tensor, ...]]]] = {**BUILTINS, "llama-1b": _llama, "lstm": _lstm}
 
 
 def _program(build: Callable[..., CaseRun]) -> Callable[..., CaseRun]:

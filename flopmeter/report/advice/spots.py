@@ -23,7 +23,8 @@ from flopmeter.records import (
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.quantities import figure, percent, percent_of
-from flopmeter.report.report import OUTSIDE, Report
+from flopmeter.report.report import Report
+from flopmeter.report.rows import OUTSIDE
 from flopmeter.report.wins import WAITS, WAITS_FOR_LINK, HotSpot
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import miss_share

@@ -11,7 +11,8 @@ from flopmeter.report.page.markup import Markup, join, tag
 from flopmeter.report.page.memory import memory_timeline
 from flopmeter.report.page.roofline import axes_for, draw_roofline
 from flopmeter.report.page.tables import rows_table
-from flopmeter.report.report import By, Report
+from flopmeter.report.report import Report
+from flopmeter.report.rows import By
 
 MOST_MODULES, MOST_ROWS = 2000, 300  # in a table: beyond that nobody reads, and the page grows
 

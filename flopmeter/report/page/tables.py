@@ -9,7 +9,8 @@ from flopmeter.report.columns import ON_PAGE, ReportColumn, share_of
 from flopmeter.report.page.marks import class_mark
 from flopmeter.report.page.markup import Markup, join, tag
 from flopmeter.report.quantities import decimal, scale, with_prefix
-from flopmeter.report.report import Report, Row
+from flopmeter.report.report import Report
+from flopmeter.report.rows import Row
 from flopmeter.report.tables import Table
 
 
