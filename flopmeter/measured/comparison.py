@@ -159,8 +159,9 @@ class _Pricer:
         if key not in self._known:
             self._known[key] = self._predicted(event, is_staged, is_tf32, ran)
         nanoseconds = self._measured(event)
-        if isinstance(self._known[key], str):  # then the ops that it called may be predicted
-            for part in (op for child in event.children for op in rebuild.find_ops(child)):
+        is_unknown = isinstance(self._known[key], str)  # then the ops that it called may be predicted
+        for part in (op for child in event.children for op in rebuild.find_ops(child)):
+            if is_unknown or _is_saved(part, event):
                 nanoseconds -= self._measured(part)
                 self.add(part)
         self._calls[key] += 1
@@ -294,6 +295,11 @@ class _Pricer:
         before = len(self.meter.trace.ops)
         unrun = rebuild.run(arguments)
         return [unrun] if unrun is not None else [op.call for op in self.meter.trace.ops[before:]]
+
+
+def _is_saved(part: OpEvent, event: OpEvent) -> bool:
+    """Whether the part is autograd's copy of what the op overwrites, as for the gradient of silu_."""
+    return part.name == "aten::clone" and event.name.endswith("_")
 
 
 def _is_staged(launched: list[DeviceEvent]) -> bool | None:
