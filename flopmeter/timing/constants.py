@@ -285,6 +285,7 @@ RESIDENT_THREADS_BY_CAPABILITY = {
 }  # fmt: skip
 MOST_BLOCKS_PER_SM = 32
 THREAD_BYTES = 16  # that a thread of torch's kernels for plain tensors takes in one load (MemoryAccess.cuh)
+ISSUED_LANES_PER_SM = 128  # an instruction for 32 threads from each of four schedulers in a cycle, of any kind
 LEAST_BLOCK_THREADS = 128  # of torch's kernels: a block holds several rows of fewer threads (PersistentSoftmax.cuh)
 
 # Second reads begin to miss the L2 cache when the rows in flight fill more than this share of it, and all of them miss

@@ -331,7 +331,7 @@ def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tup
     for rows in work.rereads:
         step = cycles_to_seconds(constants.ARITHMETIC_LATENCY_CYCLES, hardware)
         accesses = rows.accesses * rows.threads / threads_of(rows, hardware)
-        of_row = accesses * access + rows.operations * step
+        of_row = accesses * access + (rows.operations + rows.element_operations) * step
         waves = max(1.0, rows.rows / rows_in_flight(rows, hardware))
         first, others = max(first, of_row), max(others, (waves - 1.0) * of_row)
     return first, others
@@ -344,14 +344,19 @@ def _idle_stretch(work: VectorWork, hardware: Hardware) -> float:
 
 
 def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
-    """Time in which the threads of each row combine their partial results."""
-    operations = sum(row.rows * threads_of(row, hardware) * row.operations for row in work.rereads)
-    if not operations:
+    """Time in which the threads of each row combine their partial results and do what is of other kinds than
+    arithmetic on its elements, which takes no lanes for fp32 where these are fewer than an SM issues to."""
+    threads = [row.rows * threads_of(row, hardware) for row in work.rereads]
+    combining = sum(count * row.operations for count, row in zip(threads, work.rereads, strict=True))
+    elements = sum(count * row.element_operations for count, row in zip(threads, work.rereads, strict=True))
+    if not combining + elements:
         return 0.0
     rate = hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
+    lanes_per_s = hardware.sm_count * clock_hz(hardware)
     if hardware.vendor == "amd":
-        rate = min(rate, constants.AMD_LANES_PER_COMPUTE_UNIT * hardware.sm_count * clock_hz(hardware))
-    return operations / rate
+        rate = min(rate, constants.AMD_LANES_PER_COMPUTE_UNIT * lanes_per_s)
+    issued = max(rate, constants.ISSUED_LANES_PER_SM * lanes_per_s) if hardware.vendor == "nvidia" else rate
+    return combining / rate + elements / issued
 
 
 def _vector_class(cost: Cost) -> str:

@@ -104,12 +104,12 @@ def _threads(call: Call, x: TensorSpec, kernels: _Kernels) -> tuple[tuple[Reread
         lanes = power_of_two_from(columns)
         threads = min(lanes, WARP_THREADS)
         steps = threads.bit_length() - 1
-        operations = combining * steps // STEPS_OF_WARP
-        operations += (kernels.element_operations + narrow) * ceil(columns / threads)
-        return (Reread(0, rows, row_bytes, threads, operations, 1),), None
+        elements = (kernels.element_operations + narrow) * ceil(columns / threads)
+        combining = combining * steps // STEPS_OF_WARP
+        return (Reread(0, rows, row_bytes, threads, combining, 1, element_operations=elements),), None
     if columns <= kernels.longest_in_block:
-        operations = 2 * combining + REGISTER_ELEMENT_OPERATIONS * ceil(columns / MOST_THREADS)
-        return (Reread(0, rows, row_bytes, MOST_THREADS, operations, 1),), None
+        elements = REGISTER_ELEMENT_OPERATIONS * ceil(columns / MOST_THREADS)
+        return (Reread(0, rows, row_bytes, MOST_THREADS, 2 * combining, 1, element_operations=elements),), None
     loads = min(MOST_THREADS, row_bytes // LOAD_BYTES)
     threads = max(WARP_THREADS, power_of_two_up_to(loads - 1))  # in [loads / 2, loads)
     accesses = (1 + kernels.passes) * ceil(row_bytes / (threads * LOAD_BYTES))
