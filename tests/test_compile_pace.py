@@ -199,6 +199,6 @@ def test_what_ops_a_kernel_of_an_optimizer_comes_from_is_the_same_at_that_pace(m
         with FlopMeter("a100-sxm4-80gb", compile=True) as meter:
             optimizer.step()
         (graph,) = meter.trace.compilation.graphs
-        seen.append([(kernel.kind, kernel.reads, kernel.origins) for kernel in graph.kernels])
+        seen.append([(kernel.kind, kernel.scheduler_bytes, kernel.origins) for kernel in graph.kernels])
     assert seen[0] == seen[1]
     assert any(len(origins) > len(weights) for _, _, origins in seen[0])

@@ -36,13 +36,13 @@ def moved(report: Report) -> int:
 def test_kernels_are_those_of_the_scheduler(
     program: Program, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    """Count, kind and order. What the rules make of the same program is recorded, not asserted."""
+    """Count, kind, order and bytes. What the rules make of the same program is recorded, not asserted."""
     expected = watched_scheduler(monkeypatch)
     meter, ops = metered(program)
     graphs = meter.trace.compilation.graphs
     assert not meter.trace.compilation.failures
     assert graphs
-    assert [[kernel.kind for kernel in graph.kernels] for graph in graphs] == expected
+    assert [[(kernel.kind, kernel.scheduler_bytes) for kernel in graph.kernels] for graph in graphs] == expected
     compiled = meter.report(ops=ops)
     meter, ops = metered(program, compile="rules")
     ruled = meter.report(mode="compiled", ops=ops)

@@ -93,11 +93,11 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_are_those_of_inductors_scheduler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count, kind and order, read off the Scheduler itself."""
+    """Count, kind, order and bytes, read off the Scheduler itself."""
     expected = watched_scheduler(monkeypatch)
     model, x = PROGRAMS[name]()
     meter, report = metered(lambda: step(torch.compile(model), x))
-    found = [[kernel.kind for kernel in graph.kernels] for graph in report.graphs]
+    found = [[(kernel.kind, kernel.scheduler_bytes) for kernel in graph.kernels] for graph in report.graphs]
     assert not meter.trace.compilation.failures
     assert found == expected
     assert len(found) == 2

@@ -80,7 +80,7 @@ def graphs_of(trace: Trace) -> list[Any]:
 
 def without_place(graph: Any) -> Any:
     *facts, kernels = graph
-    return (*facts, [(each.name, each.kind, each.reads, each.writes) for each in kernels])
+    return (*facts, [(each.name, each.kind, each.reads, each.writes, each.scheduler_bytes) for each in kernels])
 
 
 def test_a_training_script_has_the_kernels_that_a_meter_on_meta_sees() -> None:

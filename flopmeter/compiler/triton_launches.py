@@ -21,7 +21,7 @@ Described = Mapping[str, TensorSpec | Any]
 
 
 def launch_of(
-    operation: Any, arguments: Described, sizes: Sizes, recorder: Recorder, *, is_backward: bool
+    operation: Any, arguments: Described, sizes: Sizes, recorder: Recorder, scheduler_bytes: int, *, is_backward: bool
 ) -> tuple[Call, CompiledKernel] | None:
     """The launch that an operation of inductor's stands for. None where that cannot be told: heuristics choose the
     constants of the kernel."""
@@ -44,7 +44,7 @@ def launch_of(
         tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(specs))
         for specs in ((*read, *updated), (*written, *updated))
     )
-    return call, CompiledKernel(found.body.kernel, "library", reads, writes, (origin,))
+    return call, CompiledKernel(found.body.kernel, "library", reads, writes, (origin,), scheduler_bytes)
 
 
 def _as_tensor(value: TensorSpec | Any) -> Any:

@@ -36,6 +36,7 @@ class CompiledKernel:
     reads: tuple[Region, ...]
     writes: tuple[Region, ...]
     origins: tuple[Origin, ...]
+    scheduler_bytes: int  # read and written by inductor's estimate, which counts whole buffers for gathers and slices
     reduced: int = 1  # elements that each reduction of the kernel combines; 1: it reduces nothing
     rows: int = 1  # how many reductions there are
     is_inner: bool = False  # they combine neighbours in memory
