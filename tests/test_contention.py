@@ -105,7 +105,8 @@ def test_kernels_of_few_blocks_share_the_bandwidth_of_memory():
 
 
 def test_a_copy_by_the_engine_of_the_link_waits_for_no_sms():
-    assert ends(on_stream(0, 10.0, COMPUTE), on_stream(1, 4.0, Demand(0.0, 0.0, 0.0))) == pytest.approx([10, 4])
+    for kernel in (COMPUTE, MEMORY):
+        assert ends(on_stream(0, 10.0, kernel), on_stream(1, 4.0, Demand(0.0, 4.0, 0.0))) == pytest.approx([10, 4])
 
 
 def test_a_kernel_of_few_blocks_loses_none_to_a_transfer_that_leaves_enough():

@@ -189,12 +189,14 @@ def unit(
     return UnitPower(burst, burst * clock, picojoules)
 
 
+@functools.cache
 def matrix_picojoules(architecture: str, dtype: str, tflop_per_s: float, half_rate_tflop_per_s: float) -> float | None:
     """Energy of a FLOP on matrix units at boost voltage; None for a generation that was not measured."""
     of_half = _of_family(MATRIX_PICOJOULES, architecture)
     return None if of_half is None else of_half * TYPE_FACTOR.get(dtype, half_rate_tflop_per_s / tflop_per_s)
 
 
+@functools.cache
 def typical_matrix_share(architecture: str, *, is_halved: bool) -> float:
     """What large GEMMs reach of the peak at the boost clock, if nobody measured it."""
     if is_halved:
@@ -203,11 +205,13 @@ def typical_matrix_share(architecture: str, *, is_halved: bool) -> float:
     return MATRIX_CEILING - BEST_TO_TYPICAL if is_known else UNKNOWN_MATRIX_SHARE
 
 
+@functools.cache
 def byte_picojoules(memory_type: str) -> float:
     """Energy of a byte from memory."""
     return _of_family(BYTE_PICOJOULES, memory_type) or UNKNOWN_BYTE_PICOJOULES
 
 
+@functools.cache
 def memory_share(memory_type: str) -> float:
     """The share of the spec bandwidth that streaming kernels reach, by the type of memory, such as `HBM3`, `GDDR7` or
     `GDDR6 with ECC`."""

@@ -57,7 +57,9 @@ class Demand(NamedTuple):
 
     compute_seconds: float
     memory_seconds: float
-    sms: float = 1.0  # share of the device's SMs that its blocks keep; 0 of a copy engine
+    sms: float = (
+        1.0  # share of the device's SMs that its blocks keep; 0 of a copy over the link, by an engine of its own
+    )
 
     @property
     def seconds(self) -> float:
@@ -65,13 +67,13 @@ class Demand(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """The share of the memory's bandwidth that it uses."""
-        return self.memory_seconds / self.seconds if self.seconds else 0.0
+        """The share of the memory's bandwidth that it uses; hardly any of it over the link."""
+        return self.memory_seconds / self.seconds if self.seconds and self.sms else 0.0
 
     def rate(self, granted: float, crowded: float) -> float:
         """How fast it runs on this share of the SMs, where all ask for `crowded` times the memory's bandwidth; as a
         share of its speed alone."""
-        if not self.seconds:
+        if not self.seconds or not self.sms:
             return 1.0
         arithmetic = self.compute_seconds * max(1.0, self.sms / granted)
         drawing = min(self.sms, SMS_FOR_MEMORY * self.memory) / granted

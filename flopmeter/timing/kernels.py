@@ -304,9 +304,8 @@ def _sms_of_threads(cost: Cost, work: VectorWork, hardware: Hardware) -> float:
     """The share of the device's places for threads that the kernel fills; a copy over the link has its own engine."""
     if isinstance(cost.work, HostCopy):
         return 0.0
-    threads = cost.bytes / (constants.THREAD_BYTES * work.kernels)
-    if work.grid is not None:
-        threads = work.grid.blocks * work.grid.threads
+    grid = work.grid
+    threads = grid.blocks * grid.threads if grid else cost.bytes / (constants.THREAD_BYTES * work.kernels)
     rows = (rows.rows * threads_of(rows, hardware) for rows in work.rereads)
     return min(1.0, max((threads, *rows)) / (resident_threads(hardware) * hardware.sm_count))
 

@@ -186,7 +186,8 @@ def unpacking(shape: Matmul, kernel: UnpackingKernel, moved: MatmulBytes, rates:
     compute = cycles / rates.clock_hz
     memory = moved.memory_bytes / rates.bytes_per_s
     work = overlap(compute, memory, SYNCHRONOUS_MMA.overlap_exponent)
-    return Busy(compute, memory, work, rates.kernels.latency_cycles / rates.clock_hz, _filled(tiles, rates))
+    filled = shape.batch * tiles / (waves * rates.sm_count)
+    return Busy(compute, memory, work, rates.kernels.latency_cycles / rates.clock_hz, filled)
 
 
 def _in_waves(
@@ -207,12 +208,7 @@ def _in_waves(
     compute += store * (waves if kernels.stores_each_tile else 1)
     memory = moved.memory_bytes / rates.bytes_per_s
     work = overlap(compute, memory, kernels.overlap_exponent)
-    return Busy(compute, memory, work, kernels.latency_cycles / rates.clock_hz, _filled(tiles, rates))
-
-
-def _filled(tiles: int, rates: Rates) -> float:
-    """The share of the SMs that have a tile, on average over the waves."""
-    return tiles / (ceil(tiles / rates.sm_count) * rates.sm_count)
+    return Busy(compute, memory, work, kernels.latency_cycles / rates.clock_hz, tiles / (waves * rates.sm_count))
 
 
 def _with_power(way: Busy, macs: int, rates: Rates) -> Busy:

@@ -120,6 +120,8 @@ class Launched(NamedTuple):
         if self.prices.is_cpu:
             return priced
         chain = _chain_seconds(self.launches, number, self.host)
+        if not chain:
+            return priced
         return priced._replace(floor_seconds=max(priced.floor_seconds, chain - priced.work_seconds))
 
     def host_waits_for(self, number: int) -> bool:
@@ -298,15 +300,17 @@ def _chain_seconds(launches: Launches, number: int, host: Host) -> float:
     """What the host takes to launch the further kernels of a factorization, of which the device may begin with the
     first. (The seconds of another op were set on programs whose ops launch a few kernels, and hold them.)"""
     cost, graph = launches.kernels[number].cost, launches.graphs[number]
-    is_replayed = graph is not None and launches.mode_of(graph).replays_graph
-    if cost.op_class != CONTRACTION or not isinstance(cost.work, VectorWork) or is_replayed:
+    if cost.op_class != CONTRACTION or not isinstance(cost.work, VectorWork):
+        return 0.0
+    if graph is not None and launches.mode_of(graph).replays_graph:
         return 0.0
     return (cost.work.kernels - 1) * host.further_launch_seconds
 
 
 def op_seconds(cost: Cost, host: Host) -> float:
     """What the call of an op costs the host. Products, convolutions and fused attention are kernels of libraries."""
-    return host.op_seconds(is_library=cost.macs > 0) + cost.staged_bytes / host.copy_bytes_per_s
+    seconds = host.op_seconds(is_library=cost.macs > 0)
+    return seconds + cost.staged_bytes / host.copy_bytes_per_s if cost.staged_bytes else seconds
 
 
 def _compiled_seconds(cost: Cost, host: Host) -> float:

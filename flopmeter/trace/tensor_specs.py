@@ -16,7 +16,7 @@ from flopmeter.known_values.values import no_modes
 from flopmeter.records import Call, FlexBody, OpsBody, TensorSpec, TritonBody
 from flopmeter.records.sparse_layouts import COMPRESSED, held_values, pointers_and_indices
 
-_COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.copy)  # also between host and device
+_COPIES = frozenset(("aten::_to_copy", "aten::copy_", "aten::copy"))  # also between host and device
 _TRUE_IS_PINNED = Tensor.is_pinned
 _NUMBERS = frozenset((int, float, bool))
 
@@ -35,7 +35,7 @@ def spec_of(tensor: Tensor, storage: int, asked_by: OpOverload) -> TensorSpec:
         return unstrided_spec(tensor, storage)
     shape, stride, offset = plain((tensor.shape, tensor.stride(), tensor.storage_offset()), asked_by)
     device = tensor.device.type
-    is_pinned = _is_pinned(tensor) if device == "cpu" and asked_by.overloadpacket in _COPIES else None
+    is_pinned = _is_pinned(tensor) if device == "cpu" and asked_by._schema.name in _COPIES else None
     return TensorSpec(shape, stride, tensor.dtype, storage, offset, device, is_pinned=is_pinned)
 
 

@@ -23,14 +23,15 @@ from flopmeter.records.powers_of_two import power_of_two_up_to
 from flopmeter.torch_names.operators import aten
 
 # (taps along each axis, axes). A line through t taps takes t multiplies and t - 1 adds, axis after axis.
-_UPSAMPLERS: dict[OpOverloadPacket, tuple[int, int]] = {
-    aten.upsample_linear1d: (2, 1),
-    aten.upsample_bilinear2d: (2, 2),
-    aten.upsample_trilinear3d: (2, 3),
-    aten.upsample_bicubic2d: (4, 2),
+_FILTERS = {
+    "upsample_linear1d": (2, 1),
+    "upsample_bilinear2d": (2, 2),
+    "upsample_trilinear3d": (2, 3),
+    "upsample_bicubic2d": (4, 2),
 }
+_UPSAMPLERS: dict[OpOverloadPacket, tuple[int, int]] = {getattr(aten, name): of for name, of in _FILTERS.items()}
 NEAREST_THREADS = 512  # of a block
-_GRADIENTS = {getattr(aten, f"{packet.__name__}_backward"): filter_ for packet, filter_ in _UPSAMPLERS.items()}
+_GRADIENTS = {getattr(aten, f"{name}_backward"): of for name, of in _FILTERS.items()}
 
 
 @rule(*_UPSAMPLERS)
