@@ -36,6 +36,7 @@ def function_names() -> list[tuple[str, str]]:
 def arguments(function: object) -> list[object]:
     """Something for each argument that a function needs."""
     known = {"tensor": torch.zeros(2, device="cuda"), "inputs": [torch.zeros(2, device="cuda")], "fraction": 0.5}
+    known["tensors"] = known["inputs"]
     known |= {"stream": torch.cuda.current_stream(), "pool": torch.cuda.graph_pool_handle()}
     known |= {"new_state": torch.zeros(16, dtype=torch.uint8), "filename_pattern": "none", "new_states": []}
     needed = inspect.signature(function).parameters.values()
