@@ -21,7 +21,6 @@ from flopmeter.report.quantities import in_ms
 from flopmeter.timing.energy import PowerLaws
 from flopmeter.timing.floors import least_seconds
 from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel, as_found_by, legacy_mma_share, named
-from flopmeter.timing.spans import union_length
 from flopmeter.timing.timeline import KernelPrices, op_seconds
 
 # How cuBLAS and cuDNN name their kernels; of CUTLASS's in fp32 these are the ones that multiply on Tensor Cores.
@@ -173,7 +172,7 @@ class _Pricer:
     def _measured(self, event: OpEvent) -> int:
         """cuDNN runs groups of a convolution, and layers of an LSTM, side by side on streams of its own."""
         spans = [one.span for one in event.all_launched()] if self.profile.is_cuda else [event.span]
-        return union_length(spans)
+        return _union_length(spans)
 
     def result(self, name: str, asked: Clocks | None) -> Check:
         matmuls = {of: self._matmuls_to_measured(of) for of in get_args(Clocks)}
@@ -193,8 +192,8 @@ class _Pricer:
             alone_predicted_seconds=sum(known.seconds[clocks] * self._alone[key] for key, known in self._predictions()),
             unpriced=tuple(sorted(_merged(self._unpriced()), key=lambda row: -row.measured_seconds)),
             span_seconds=span,
-            busy_seconds=union_length(self._busy()) * _SECONDS,
-            host_seconds=union_length(root.span for root in self.profile.roots) * _SECONDS,
+            busy_seconds=_union_length(self._busy()) * _SECONDS,
+            host_seconds=_union_length(root.span for root in self.profile.roots) * _SECONDS,
             mfu=flops / (span * peak) if span else 0.0,
             main_dtype=dtype,
             notes=(*_of_clocks(clocks, matmuls, asked), *self._notes()),
@@ -361,6 +360,15 @@ def _of_clocks(clocks: Clocks, matmuls: Mapping[Clocks, float], asked: Clocks | 
 
 def _short(name: str) -> str:
     return name.removeprefix(_ATEN)
+
+
+def _union_length(spans: Iterable[tuple[int, int]]) -> int:
+    """Of spans from a start to an end: time in several of them counts once."""
+    total = until = 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def _seconds(span: Span) -> float:

@@ -331,13 +331,13 @@ def _rate_on(rank: _Rank, task: _Task, demand: Demand | Transfer) -> float:
     moving = [found for found, is_moving in transfers if is_moving]
     users = Counter(port for found in moving for port in found.ports)
     crowded = sum(found.memory / max((users[port] for port in found.ports), default=1) for found in moving)
-    granted = granted_sms(rank.kernels.values(), (found for found, _ in transfers))
-    for kernel, sms in zip(rank.kernels.values(), granted, strict=True):
-        crowded += kernel.memory * kernel.rate(sms, 1.0)
+    shares = granted_sms(rank.kernels.values(), (found for found, _ in transfers))
+    granted = dict(zip(rank.kernels, shares, strict=True))
+    for other, kernel in rank.kernels.items():
+        crowded += kernel.memory * kernel.rate(granted[other], 1.0)
     if isinstance(demand, Transfer):
         return transfer_rate(max((users[port] for port in demand.ports), default=1), crowded)
-    place = list(rank.kernels).index(task)
-    return demand.rate(granted[place], crowded)
+    return demand.rate(granted[task], crowded)
 
 
 def run_concurrently(

@@ -171,7 +171,7 @@ def batch_norm(call: Call) -> Cost:
         grid, elements = _applying(x, is_cudnn=False)
         rereads = (_statistics(x), elements)
         return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=rereads, grid=grid, kernels=2)
-    again = _as_kernel(_whole_reread(x))  # by blocks that have waited for all others
+    again = read_by_another_kernel(x)  # by blocks that have waited for all others
     if not _has_channels_last(x):
         turns = 2 * ceil(x.numel / x.shape[1] / (BLOCK_THREADS * COLUMN_LOADS))
         again = _channels(x, 1, COLUMN_LOADS * ELEMENT_OPERATIONS, turns)
@@ -196,7 +196,7 @@ def batch_norm_backward(call: Call) -> Cost:
         operations = 2 * ELEMENT_OPERATIONS if is_cudnn else GRADIENT_OPERATIONS
         rereads: tuple[Reread, ...] = (_channels(grad, 2, operations, 2 * _turns_of_channel(grad)),)
     elif is_cudnn:
-        rereads = (_as_kernel(_whole_reread(grad, 2)),)
+        rereads = (read_by_another_kernel(grad, 2),)
     else:
         grid, elements = _applying(grad, is_cudnn=False)
         rereads = (_columns(grad, 2, ELEMENT_OPERATIONS), elements)
@@ -398,6 +398,6 @@ def _as_kernel(rows: Reread) -> Reread:
     return rows._replace(is_kernel=True)
 
 
-def _whole_reread(x: TensorSpec, tensors: int = 1) -> Reread:
-    """A second kernel reads so many tensors after the first has gone through all of it."""
-    return Reread(tensors * x.nbytes, 1, tensors * x.nbytes, BLOCK_THREADS)
+def read_by_another_kernel(x: TensorSpec, tensors: int = 1) -> Reread:
+    """A second kernel reads so many tensors like `x` after the first has gone through all of it, or before."""
+    return _as_kernel(Reread(tensors * x.nbytes, 1, tensors * x.nbytes, BLOCK_THREADS))

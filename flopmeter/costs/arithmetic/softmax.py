@@ -8,26 +8,26 @@ from typing import NamedTuple
 
 import torch
 
+from flopmeter.costs.arithmetic.normalization import (
+    LOAD_BYTES,
+    OPERATIONS_TO_COMBINE,
+    WARP_THREADS,
+    read_by_another_kernel,
+)
 from flopmeter.costs.rules import make_cost, rule, scratch
 from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Call, Cost, Reread, TensorSpec, ThreadGrid
 from flopmeter.records.powers_of_two import power_of_two_from, power_of_two_up_to
 from flopmeter.torch_names.operators import aten
 
-WARP_THREADS = 32
 MOST_THREADS = 1024  # of a block
-LOAD_BYTES = 16
-MULTIPLYING_THREADS = 512
 WIDE_ROWS = 64  # several threads share rows of so many elements if no more rows lie beside each other
 NARROW_OPERATIONS = 24  # more on an element of two bytes, which are converted to fp32 and back
 # Two numbers of each thread are combined with those of other lanes in five steps of a shuffle, which counts as four
 # operations (an SM does them for 32 threads in a cycle, arithmetic for 128), and an addition.
-OPERATIONS_TO_COMBINE = 25
+OPERATIONS_OF_SHUFFLES = 25
 STEPS_OF_WARP = 5  # 32 lanes, then 16, down to one
 # A block of 1024 threads does so in two stages, and computes each exponential twice.
 REGISTER_ELEMENT_OPERATIONS = 72
-# Where a block reads its row again it waits for 32 lanes and for several warps, each time. On AMD each row of a long
-# softmax has a full block, as a trace on an MI300X shows (AMD-AGI/TraceLens).
-OPERATIONS_OF_BLOCK = 350
 
 
 class _Kernels(NamedTuple):
@@ -86,8 +86,7 @@ def softmax_backward(call: Call) -> Cost:
         rereads, grid = _threads(call, grad, BACKWARD_LOG)
         return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n, rereads=rereads, grid=grid)
     rereads, grid = _threads(call, grad, BACKWARD)
-    multiplying = Reread(3 * grad.nbytes, 1, 3 * grad.nbytes, MULTIPLYING_THREADS, is_kernel=True)
-    return make_cost(call, NORMALIZATION, 4 * n, rereads=(*rereads, multiplying), grid=grid)
+    return make_cost(call, NORMALIZATION, 4 * n, rereads=(*rereads, read_by_another_kernel(grad, 3)), grid=grid)
 
 
 def _threads(call: Call, x: TensorSpec, kernels: _Kernels) -> tuple[tuple[Reread, ...], ThreadGrid | None]:
@@ -99,7 +98,7 @@ def _threads(call: Call, x: TensorSpec, kernels: _Kernels) -> tuple[tuple[Reread
     if inner > 1:
         return (Reread(again, rows, row_bytes, 1),), _grid(rows // inner, columns, inner, kernels.passes)
     narrow = NARROW_OPERATIONS if x.dtype.itemsize < torch.float32.itemsize else 0
-    combining = kernels.passes * OPERATIONS_TO_COMBINE  # as many numbers as there are passes
+    combining = kernels.passes * OPERATIONS_OF_SHUFFLES  # as many numbers as there are passes
     if columns <= kernels.longest_in_warp:
         lanes = power_of_two_from(columns)
         threads = min(lanes, WARP_THREADS)
@@ -113,7 +112,8 @@ def _threads(call: Call, x: TensorSpec, kernels: _Kernels) -> tuple[tuple[Reread
     loads = min(MOST_THREADS, row_bytes // LOAD_BYTES)
     threads = max(WARP_THREADS, power_of_two_up_to(loads - 1))  # in [loads / 2, loads)
     accesses = (1 + kernels.passes) * ceil(row_bytes / (threads * LOAD_BYTES))
-    return (Reread(again, rows, row_bytes, threads, OPERATIONS_OF_BLOCK, accesses, MOST_THREADS),), None
+    # On AMD a full block, as a trace on an MI300X shows (AMD-AGI/TraceLens).
+    return (Reread(again, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, MOST_THREADS),), None
 
 
 def _grid(outer: int, columns: int, inner: int, passes: int) -> ThreadGrid:
