@@ -228,35 +228,6 @@ def _flags_of_scalers(trace: Trace) -> set[int]:
 
 
 @remedy
-def copies_to_host(report: Report) -> Iterator[Proposal]:
-    """Whole tensors that go to the host, which most programs read for a few figures; not what comes back later
-    (offloaded activations), nor what the optimizer steps with there."""
-    trace = trace_of(report)
-    device = trace.device
-    wanted = {
-        number
-        for op in trace.ops
-        if op.phase == "optimizer" or any(spec.device == device for spec in op.call.outputs)
-        for number in op.storages
-    }
-    sends = {
-        index
-        for index, op in enumerate(trace.ops)
-        if any(spec.device == device for spec in op.call.inputs)
-        and any(spec.device == "cpu" and op.storages[spec.storage] not in wanted for spec in op.call.outputs)
-    }
-    by_op = {id(trace.ops[index]) for index in sends}
-    copies = [kernel for kernel in report.kernels if kernel.cost.link_bytes and id(kernel.op) in by_op]
-    if copies:
-        sent = with_prefix(sum(kernel.cost.link_bytes for kernel in copies), "B")
-        yield with_other_ops(
-            report, f"{sent} go to the host, over a link that is slower than the device's memory",
-            "make it smaller on the device first (argmax, a mean), or send it less often",
-            sends,
-        )  # fmt: skip
-
-
-@remedy
 def batches_made_between(report: Report) -> Iterator[Proposal]:
     """Ops on tensors of the host, outside of modules: each takes the time of a call from the device."""
     trace = trace_of(report)
@@ -271,48 +242,6 @@ def batches_made_between(report: Report) -> Iterator[Proposal]:
             "DataLoader(num_workers=...), whose processes make the next batch meanwhile",
             priced(report, with_ops(trace, own)), where=modules_and_lines(report.kernels[:1]),
         )  # fmt: skip
-
-
-@remedy
-def blocking_copies(report: Report) -> Iterator[Proposal]:
-    """Copies to the device from memory that is not pinned: the host copies it first, or waits until they are done.
-    Outside of modules they are batches; a module that copies has made a tensor on the host."""
-    copies = [kernel for kernel in report.kernels if _is_blocking_copy(kernel, trace_of(report).device)]
-    outside = [kernel for kernel in copies if not kernel.op.module]
-    yield from _not_waiting(report, outside, "DataLoader(pin_memory=True) and .to(device, non_blocking=True)")
-    inside = [kernel for kernel in copies if kernel.op.module]
-    yield from _not_waiting(report, inside, "the tensor made on the device, or moved there once, outside of forward")
-
-
-def _not_waiting(report: Report, copies: list[Kernel], remedy: str) -> Iterator[Proposal]:
-    trace = trace_of(report)
-    blocking = {id(kernel.op) for kernel in copies}
-    if not blocking:
-        return
-    put_in = {index: _without_waiting(op) for index, op in enumerate(trace.ops) if id(op) in blocking}
-    waits = any(kernel.cost.blocks_host for kernel in copies)
-    why = "the host waits for each copy to be done" if waits else "the host copies to pinned memory first"
-    yield Proposal(
-        f"all that the host sends after {counted(len(copies), 'copy', 'copies')}", everything,
-        why, remedy, priced(report, with_ops(trace, (), put_in)),
-        where=modules_and_lines(copies),
-    )  # fmt: skip
-
-
-def _is_blocking_copy(kernel: Kernel, device: str) -> bool:
-    cost, call = kernel.cost, kernel.op.call
-    target = call.outputs[0] if call.outputs else call.inputs[0]
-    can_go_on = call.get("non_blocking") is not None
-    return bool(cost.link_bytes and (cost.blocks_host or cost.staged_bytes) and target.device == device and can_go_on)
-
-
-def _without_waiting(op: Op) -> Op:
-    names = [argument.name for argument in op.call.func._schema.arguments if not argument.kwarg_only]
-    place = names.index("non_blocking") if "non_blocking" in names else len(op.call.args)
-    args = tuple(True if number == place else value for number, value in enumerate(op.call.args))
-    kwargs = dict(op.call.kwargs) if place < len(args) else {**op.call.kwargs, "non_blocking": True}
-    inputs = tuple(spec._replace(is_pinned=True) if spec.device == "cpu" else spec for spec in op.call.inputs)
-    return op._replace(call=dataclasses.replace(op.call, args=args, kwargs=kwargs, inputs=inputs))
 
 
 @remedy

@@ -1,0 +1,150 @@
+"""Copies between the device and the host: of results, of batches, and of activations that wait there for the backward
+pass (`torch.autograd.graph.save_on_cpu`), over a link that may be the slowest part of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from flopmeter.records import Kernel, Op, Trace
+from flopmeter.report.advice.remedies import Proposal, everything, priced, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.rewrite import with_ops
+from flopmeter.report.advice.spots import modules_and_lines
+from flopmeter.report.quantities import counted, with_prefix
+from flopmeter.report.report import Report
+from flopmeter.timing.peak_memory import usable_bytes_if_known
+
+
+@remedy
+def copies_to_host(report: Report) -> Iterator[Proposal]:
+    """Whole tensors that go to the host, which most programs read for a few figures; not what comes back later
+    (offloaded activations), nor what the optimizer steps with there."""
+    trace = trace_of(report)
+    device = trace.device
+    wanted = {
+        number
+        for op in trace.ops
+        if op.phase == "optimizer" or any(spec.device == device for spec in op.call.outputs)
+        for number in op.storages
+    }
+    sends = {
+        index
+        for index, op in enumerate(trace.ops)
+        if any(spec.device == device for spec in op.call.inputs)
+        and any(spec.device == "cpu" and op.storages[spec.storage] not in wanted for spec in op.call.outputs)
+    }
+    by_op = {id(trace.ops[index]) for index in sends}
+    copies = [kernel for kernel in report.kernels if kernel.cost.link_bytes and id(kernel.op) in by_op]
+    if copies:
+        sent = with_prefix(sum(kernel.cost.link_bytes for kernel in copies), "B")
+        yield with_other_ops(
+            report, f"{sent} go to the host, over a link that is slower than the device's memory",
+            "make it smaller on the device first (argmax, a mean), or send it less often",
+            sends,
+        )  # fmt: skip
+
+
+@remedy
+def blocking_copies(report: Report) -> Iterator[Proposal]:
+    """Copies to the device from memory that is not pinned: the host copies it first, or waits until they are done.
+    Outside of modules they are batches; a module that copies has made a tensor on the host."""
+    copies = [kernel for kernel in report.kernels if _is_blocking_copy(kernel, trace_of(report).device)]
+    outside = [kernel for kernel in copies if not kernel.op.module]
+    yield from _not_waiting(report, outside, "DataLoader(pin_memory=True) and .to(device, non_blocking=True)")
+    inside = [kernel for kernel in copies if kernel.op.module]
+    yield from _not_waiting(report, inside, "the tensor made on the device, or moved there once, outside of forward")
+
+
+def _not_waiting(report: Report, copies: list[Kernel], remedy: str) -> Iterator[Proposal]:
+    trace = trace_of(report)
+    blocking = {id(kernel.op) for kernel in copies}
+    if not blocking:
+        return
+    put_in = {index: _without_waiting(op) for index, op in enumerate(trace.ops) if id(op) in blocking}
+    waits = any(kernel.cost.blocks_host for kernel in copies)
+    why = "the host waits for each copy to be done" if waits else "the host copies to pinned memory first"
+    yield Proposal(
+        f"all that the host sends after {counted(len(copies), 'copy', 'copies')}", everything,
+        why, remedy, priced(report, with_ops(trace, (), put_in)),
+        where=modules_and_lines(copies),
+    )  # fmt: skip
+
+
+def _is_blocking_copy(kernel: Kernel, device: str) -> bool:
+    cost, call = kernel.cost, kernel.op.call
+    target = call.outputs[0] if call.outputs else call.inputs[0]
+    can_go_on = call.get("non_blocking") is not None
+    return bool(cost.link_bytes and (cost.blocks_host or cost.staged_bytes) and target.device == device and can_go_on)
+
+
+def _without_waiting(op: Op) -> Op:
+    names = [argument.name for argument in op.call.func._schema.arguments if not argument.kwarg_only]
+    place = names.index("non_blocking") if "non_blocking" in names else len(op.call.args)
+    args = tuple(True if number == place else value for number, value in enumerate(op.call.args))
+    kwargs = dict(op.call.kwargs) if place < len(args) else {**op.call.kwargs, "non_blocking": True}
+    inputs = tuple(spec._replace(is_pinned=True) if spec.device == "cpu" else spec for spec in op.call.inputs)
+    return op._replace(call=dataclasses.replace(op.call, args=args, kwargs=kwargs, inputs=inputs))
+
+
+@remedy
+def needless_offload(report: Report) -> Iterator[Proposal]:
+    """Although memory has room for what is sent."""
+    trace, usable = trace_of(report), usable_bytes_if_known(report.hardware)
+    sent, returned = _there_and_back(trace)
+    if usable is None or not sent:
+        return
+    needed = report.memory.steady_peak_bytes + _most_on_host(trace, sent, returned)
+    if needed > usable:
+        return
+    both = with_prefix(sum(map(_bytes, (trace.ops[index] for index in {*sent, *returned}))), "B")
+    yield with_other_ops(
+        report, f"{both} go to the host and back, and memory has room: at most {with_prefix(needed, 'B')} of "
+        f"{with_prefix(usable, 'B')} without", "what the backward pass needs stays on the device (no save_on_cpu)",
+        {*sent, *returned},
+    )  # fmt: skip
+
+
+def _there_and_back(trace: Trace) -> tuple[dict[int, int], dict[int, int]]:
+    """The ops that send a tensor to the host and those that bring it back in a backward pass, each with the number of
+    the storage there."""
+    sent: dict[int, int] = {}
+    returned: dict[int, int] = {}
+    sender: dict[int, int] = {}
+    for index, op in enumerate(trace.ops):
+        source, target = _ends(op)
+        if source is None or target is None:
+            continue
+        if source[0] == trace.device and target[0] == "cpu" and op.phase != "backward":
+            sender[target[1]] = index
+        elif source[0] == "cpu" and target[0] == trace.device and op.phase == "backward" and source[1] in sender:
+            returned[index] = source[1]
+            sent[sender[source[1]]] = source[1]
+    return sent, returned
+
+
+def _ends(op: Op) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+    """Device and storage of what a copy between devices reads, and of what it writes."""
+    ends = [*op.inputs, *op.outputs]
+    if len({spec.device for spec in ends}) < 2:
+        return None, None
+    target = op.outputs[0] if op.outputs else op.inputs[0]
+    source = next((spec for spec in reversed(op.inputs) if spec.device != target.device), None)
+    return source and (source.device, source.storage), (target.device, target.storage)
+
+
+def _bytes(op: Op) -> int:
+    return max(spec.nbytes for spec in (*op.inputs, *op.outputs))
+
+
+def _most_on_host(trace: Trace, sent: dict[int, int], returned: dict[int, int]) -> int:
+    """The most bytes that wait there at one time."""
+    waiting: dict[int, int] = {}
+    most = now = 0
+    for index in sorted({*sent, *returned}):
+        if index in sent:
+            waiting[sent[index]] = _bytes(trace.ops[index])
+            now += waiting[sent[index]]
+            most = max(most, now)
+        else:
+            now -= waiting.pop(returned[index], 0)
+    return most
