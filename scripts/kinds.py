@@ -23,6 +23,7 @@ from mutations import (
     variable,
 )
 from neighbours import accumulation, aggregate, field, member, wrapper
+from substitutes import callee, constant, default, dtype, first, handler, link, once
 from syntax import Edit, Module
 
 Kind = Callable[[Module], Iterator[Edit]]
@@ -33,6 +34,7 @@ _GROUPS: dict[str, tuple[Kind, ...]] = {
     ),
     "portions": (operand, clause, loop),
     "neighbours": (wrapper, field, aggregate, member, accumulation),
+    "substitutes": (constant, callee, once, default, first, link, handler, dtype),
 }  # fmt: skip
 KINDS: dict[str, Kind] = {kind.__name__: kind for kinds in _GROUPS.values() for kind in kinds}
 GROUPS = {name: [kind.__name__ for kind in kinds] for name, kinds in _GROUPS.items()}

@@ -74,8 +74,8 @@ EQUIVALENT = {
     "torch.empty_like(weight) for _ in range(2)]": "a gradient has the shape of its tensor",
     "flopmeter/known_values/assumed.py: 'other'  ->  'other_'  in  source, other = (call.args[0], call.argument(1, "
     "'other'))": "the dispatcher passes it by its place",
-    "flopmeter/costs/arithmetic/fake_quantize.py: 3  ->  4  in  dense = scratch(x, 3)._replace(stride=dense_strides("
-    "x.shape, channels_last=False))": "a number that only tells one scratch from another",
+    "flopmeter/costs/arithmetic/fake_quantize.py: 3  ->  4  in  dense = in_one_piece(scratch(x, 3), "
+    "x.shape)": "a number that only tells one scratch from another",
     "flopmeter/costs/flex_attention.py: 0  ->  1  in  begin = 0 if mask.left is None else max(first - mask.left, 0)": (
         "blocks have more than one column"
     ),

@@ -6,11 +6,12 @@
 
 A mutant is the package with one change of one of the kinds in scripts/kinds.py: `--kinds arithmetic` changes constants
 and operators, `--kinds structure` what is passed, read, done and returned, `--kinds portions` leaves out a part of what
-is computed, `--kinds neighbours` takes a value that stands beside the right one. They are drawn by seed. First the
-tests run once under coverage, which tells the tests that reach each line; a mutant then runs the tests that reach its
-statement, those first that name what it names, then those about its file, then quick and narrow ones, until one fails
-or a limit of time ends it (an endless loop counts as noticed). Tests that expect what flopmeter itself printed earlier
-do not count. Prints the survivors, then the rate; writes both to docs/mutants.md where all modules were drawn from;
+is computed, `--kinds neighbours` takes a value that stands beside the right one, `--kinds substitutes` another constant
+or function of its kind. They are drawn by seed. First the tests run once under coverage, which tells the tests that
+reach each line; a mutant then runs the tests that reach its statement, those first that name what it names, then those
+about its file, then quick and narrow ones, until one fails or a limit of time ends it (an endless loop counts as
+noticed). Tests that expect what flopmeter itself printed earlier do not count. Prints the survivors, then the rate;
+writes both to docs/mutants.md where all modules were drawn from;
 exit status 1 if the rate is below 93 %.
 """
 
