@@ -80,6 +80,7 @@ SYMMETRIC = (
     "setattr",
     "rule",
     "find_spec",
+    "overlap",
     "_present",
 )
 

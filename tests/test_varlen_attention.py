@@ -199,3 +199,38 @@ def test_of_a_paged_cache_as_many_pages_are_read_as_each_sequence_fills():
     assert cost.flops == (250 + 20) * 4 * HEADS * HEAD
     cache = 2 * (16 + 2) * 16 * HEADS * HEAD * 2
     assert cost.bytes_read == cache + 2 * HEADS * HEAD * 2 + (3 + 2 + 2 * 16) * 4
+
+
+def test_sequences_of_two_lengths_take_as_long_packed_as_one_after_the_other_where_both_fill_the_device():
+    """Forward and backward, 32 sequences of 512 tokens and 32 of 1,024: only the ends of the kernels overlap."""
+    _, mixed = attention_of(lambda: known([512] * 32 + [1024] * 32).sum().backward())
+    apart = [attention_of(lambda length=length: in_a_batch(32, length))[1] for length in (512, 1024)]
+    for packed_ones, *each in zip(mixed, *apart, strict=True):
+        together = sum(timing.work_seconds for _, timing in each)
+        assert 0.93 * together < packed_ones[1].work_seconds < 1.04 * together
+
+
+def test_each_sequence_leaves_out_the_keys_before_the_window_of_its_first_query():
+    """One query each behind 100 and 40 keys, of which it sees 8 before it and itself: 9 + 9 of 140 keys and values."""
+    window = {"window_size": (8, 0)}
+    _, ((seen, _),) = attention_of(lambda: known([1, 1], keys=[100, 40], **window))
+    _, ((whole, _),) = attention_of(lambda: known([1, 1], keys=[100, 40]))
+    assert whole.bytes_read - seen.bytes_read == 2 * (140 - 18) * HEADS * HEAD * 2
+    assert 2 * seen.macs - seen.masked_flops == 18 * 4 * HEADS * HEAD
+
+
+def test_of_a_paged_cache_the_pages_before_a_window_are_not_read():
+    """Of 250 and 20 tokens in pages of 16 a window of 32 sees the last 33 and all: keys 217 to 249 lie in 3 pages."""
+    if "block_table" not in varlen_attn.__kwdefaults__:
+        pytest.skip("this torch has no paged varlen_attn")
+    query = torch.empty(2, HEADS, HEAD, dtype=torch.bfloat16, device="meta")
+    pool = torch.empty(10_000, 16, HEADS, HEAD, dtype=torch.bfloat16, device="meta")
+    table = torch.empty(2, 16, dtype=torch.int32, device="meta")
+
+    def decode():
+        starts, used = (on_meta(torch.tensor(each, dtype=torch.int32)) for each in ([0, 1, 2], [250, 20]))
+        options = {"seqused_k": used, "block_table": table, "window_size": (32, 0)}
+        varlen_attn(query, pool, torch.empty_like(pool), starts, None, 1, 256, **options)
+
+    _, ((cost, _),) = attention_of(decode)
+    assert cost.bytes_read == 2 * (3 + 2) * 16 * HEADS * HEAD * 2 + 2 * HEADS * HEAD * 2 + (3 + 2 + 2 * 16) * 4

@@ -60,20 +60,27 @@ def _of_flash(call: Call, func: OpOverload) -> Call:
 
 
 def _priced_as(call: Call, library_rule: Rule, func: OpOverload) -> Cost:
-    """The library's price, with the op's own traffic by the law. A paged cache is a pool that many sequences share:
-    only the pages of these sequences are read."""
+    """The library's price, with the op's own traffic by the law, but for keys and values that lie before a window. A
+    paged cache is a pool that many sequences share: only the pages of these sequences are read."""
     cost = library_rule(_of_flash(call, func))
     assert isinstance(cost, Cost)
     pages = call.get("block_table")
     pools = () if pages is None else (call.argument("key"), call.argument("value"))
-    read, written = regions(call)
-    touched = [_used(call, spec, pages) if spec in pools else spec for spec in read]
+    seen, (read, written) = {region.spec: region for region in cost.reads}, regions(call)
+    touched = [_used(call, spec, pages) if spec in pools else seen.get(spec, spec) for spec in read]
     return replace(cost, name=call.name, reads=as_regions(touched), writes=as_regions(written))
 
 
 def _used(call: Call, pool: TensorSpec, pages: TensorSpec) -> Region:
-    """The part of the pool that the pages of these sequences hold."""
+    """The part of the pool that the pages of these sequences hold, from that of the first key in a window on."""
     _, page_tokens, *token = pool.shape
-    lengths = call.groups[pages.shape[0] :] if call.groups else (call.argument("max_k"),) * pages.shape[0]
-    used = sum(ceil(keys / page_tokens) for keys in lengths)
+    sequences, (left, _) = pages.shape[0], call.argument("window_size") or (-1, -1)
+    if call.groups:
+        lengths = tuple(zip(call.groups[:sequences], call.groups[sequences:], strict=True))
+    else:
+        lengths = ((call.argument("max_q"), call.argument("max_k")),) * sequences
+    begins = (max(keys - queries - left, 0) if left >= 0 else 0 for queries, keys in lengths)
+    used = sum(
+        ceil(keys / page_tokens) - first // page_tokens for first, (_, keys) in zip(begins, lengths, strict=True)
+    )
     return Region(pool, min(pool.nbytes, used * page_tokens * prod(token) * pool.dtype.itemsize))
