@@ -329,6 +329,8 @@ def sent_and_received(output_rows: list[int], input_rows: list[int]) -> set[int]
 def test_an_uneven_exchange_takes_as_long_as_the_larger_of_what_is_sent_and_received():
     assert sent_and_received([7, 7, 7, 7], [1, 2, 3, 4]) == {4 * 28}
     assert sent_and_received([1, 2, 3, 4], [7, 7, 7, 7]) == {4 * 28}
+    whole = 4 * 28 * 4 // 3  # as if equal parts of it went to three others
+    assert sent_and_received([0, 0, 0, 28], [0, 5, 0, 0]) == sent_and_received([0, 0, 0, 5], [0, 28, 0, 0]) == {whole}
 
 
 def test_a_ring_that_hands_all_to_its_neighbour_takes_one_port_and_not_that_of_all_ranks():

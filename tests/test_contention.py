@@ -53,6 +53,14 @@ def test_other_ports_and_the_other_way_are_not_shared():
     assert ends(on_link(4.0, 1, out), on_link(4.0, 2, back), on_link(4.0, 3, nvlink)) == pytest.approx([4, 4, 4])
 
 
+def test_a_collective_is_as_slow_as_the_port_that_most_share():
+    """Another transfer goes out beside it; nothing else comes in. The bytes of memory that both take are as few."""
+    out, memory = transfer((("nic", "out"),), memory=0.5), kernel(1.0, MEMORY)
+    assert ends(on_link(4.0, 1, transfer()), on_link(4.0, 2, out)) == pytest.approx([8, 8])
+    at_half = ends(on_link(9.0, 1, transfer(memory=0.5)), on_link(9.0, 2, out), memory)
+    assert at_half[-1] == pytest.approx(1.5)
+
+
 def test_latencies_are_not_stretched():
     """2 s until bytes move; then both move 4 s of bytes at half the rate."""
     both = [on_link(6.0, stream, transfer(latency=2.0)) for stream in (STREAM_2, STREAM_3)]
