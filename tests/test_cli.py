@@ -198,6 +198,14 @@ def test_prices_that_make_no_sense_are_refused(run, price, says):
     assert says in refusal(run("compare", *LAYER, "--hardware", T4, "--price", price))
 
 
+def test_a_profile_of_ones_own_has_a_price_by_its_path_and_by_the_name_that_tables_give_it(run, tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"extends: {T4}\ntitle: Mine\nmemory_gb: 32\nsources: {{memory_gb: made up}}\n")
+    for name in (mine, "mine"):
+        asked = ("compare", *LAYER, "--hardware", f"{mine},{T4}", "--price", f"{name}=2", "--format", "json")
+        assert {row["hardware"]: row["dollars_per_hour"] for row in json.loads(ok(run(*asked)))["rows"]}["mine"] == 2
+
+
 def test_a_price_file_without_a_date_is_refused(run, tmp_path):
     prices = tmp_path / "prices.yaml"
     prices.write_text("dollars_per_hour: {t4: 0.35}\n")

@@ -34,6 +34,18 @@ def test_an_int8_product_with_int32_results_is_the_one_that_int_mm_runs():
     assert report.seconds == plain.seconds
 
 
+def test_a_compiled_int8_product_is_the_one_that_int_mm_runs():
+    """torch's `is_int_mm` asks whether the tensors are on CUDA; where not, the graph multiplies matrices of int32."""
+
+    def product(a, b):
+        return out_dtype(aten.mm.default, I32, a, b)
+
+    a, b = meta(ROWS, DEPTH, dtype=I8), meta(DEPTH, COLUMNS, dtype=I8)
+    report = metered(lambda: torch.compile(product)(a, b), strict=True)
+    assert report.flops == 2 * ROWS * COLUMNS * DEPTH
+    assert [row.cost.dtype for row in report.kernels] == ["int8"]
+
+
 def test_out_dtype_of_int8_returns_int32_of_the_products_shape():
     a, b = meta(ROWS, DEPTH, dtype=I8), meta(DEPTH, COLUMNS, dtype=I8)
     with FlopMeter():

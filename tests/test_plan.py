@@ -575,6 +575,14 @@ def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]):
     assert "write NAME=VALUE" in capsys.readouterr().err
 
 
+def test_the_command_plans_for_a_profile_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: h100-sxm5-80gb\ntitle: Mine\nmemory_gb: 160\nsources: {memory_gb: made up}\n")
+    arguments = f"plan gpt2-124m --gpus 4 --hardware {mine} --seq 256 --only tp=1 cp=1 pp=1 microbatch=1 recompute=none"
+    assert main([*arguments.split(), "--price", "mine=2"]) == 0
+    assert "4 × Mine" in capsys.readouterr().out
+
+
 def test_a_built_in_model_is_planned_with_sequences_that_it_takes() -> None:
     """GPT-2 has 1,024 positions; nobody said a length."""
     found = plan("gpt2-124m", 8, only={"tp": 1, "cp": 1, "pp": 1}, rows=1)

@@ -150,6 +150,19 @@ def test_a_measured_share_was_measured_at_the_limit_of_then():
     assert (anew.achieved.limit_w, anew.contraction_peak("bf16").achieved) == (None, 0.4)
 
 
+@pytest.mark.parametrize("name", ["h100-sxm5-80gb", "h200-sxm-141gb", "b200-sxm-180gb", "a100-sxm4-80gb", "l40s"])
+def test_two_chips_in_one_reach_the_share_that_each_reaches(name):
+    """Twice the rates for twice the watts: each half feels the limit that it felt before."""
+    one = load_hardware(name)
+    tables = ("vector_tflop_per_s", "matrix_tflop_per_s")
+    rates = {table: {dtype: 2 * rate for dtype, rate in getattr(one, table).items()} for table in tables}
+    two = one.replace(title="two in one", tdp_w=2 * one.tdp_w, **rates)
+    assert two.idle_watts == pytest.approx(2 * one.idle_watts)
+    assert two.vector_peak("fp32").achieved == pytest.approx(one.vector_peak("fp32").achieved)
+    for dtype in one.matrix_tflop_per_s:
+        assert two.contraction_peak(dtype).achieved == pytest.approx(one.contraction_peak(dtype).achieved), dtype
+
+
 @pytest.mark.parametrize("name", ["h200-sxm-141gb", "t4", "rtx-4090", "mi210", "v100-sxm2-16gb", "tpu-v4"])
 def test_a_clock_scales_every_rate_but_that_of_memory(name):
     device = load_hardware(name)

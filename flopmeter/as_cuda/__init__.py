@@ -106,6 +106,7 @@ _FEATURES: dict[str, Callable[[Emulation], None]] = {
     private.RNN: rnn.install,
     private.SPARSE: sparse.install,
     private.CTC_LOSS: composites.install_ctc_loss,
+    private.INT8: fast_paths.install_int8_products,
     private.INT4: meta_kernels.install_int4,
     private.GROUPED: meta_kernels.install_grouped,
     private.AUTOCAST: autocast.install,

@@ -1,4 +1,5 @@
-"""Python code of torch that asks for the device type: fast paths, checkpointing, optimizers and gradient clipping.
+"""Python code of torch that asks for the device type: fast paths, checkpointing, int8 products, optimizers and gradient
+clipping.
 
 Works around: tests of `device.type` for "cuda" or for a list of types, which meta tensors fail.
 Until: tensors without memory can call their device cuda on a torch without CUDA.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,19 @@ def install_checkpoint(scope: Emulation) -> None:
         return "cuda" if device_type == "meta" else device_type
 
     scope.patch_private(private.INFER_DEVICE_TYPE, infer_device_type)
+
+
+def install_int8_products(scope: Emulation) -> None:
+    """`out_dtype` multiplies int8 matrices as int8 on CUDA, as int32 elsewhere. Eager or traced by the compiler."""
+    on_cuda = private.IS_INT_MM.value
+
+    def is_int_mm(op: Any, output_dtype: torch.dtype, args: Sequence[Any]) -> bool:
+        is_product = op is torch.ops.aten.mm.default and output_dtype is torch.int32 and len(args) == 2
+        if is_product and all(arg.is_meta and arg.dtype is torch.int8 for arg in args):
+            return True
+        return bool(on_cuda(op, output_dtype, args))
+
+    scope.patch_private(private.IS_INT_MM, is_int_mm)
 
 
 def install_optimizers(scope: Emulation) -> None:

@@ -24,7 +24,7 @@ from flopmeter.report.tables import FORMATS
 
 def _plan(options: argparse.Namespace) -> int:
     device = load_hardware(options.hardware)
-    prices = load_prices(options.price, [device.name])
+    prices = load_prices(options.price, [options.hardware])
     result = plan(
         _subject(options.target),
         options.gpus,

@@ -31,14 +31,19 @@ def load_prices(entries: Iterable[str], devices: Iterable[str]) -> PriceList:
     Raises HardwareError for an unknown device, an amount that is none, or a file that is no list of prices, and
     ValueError for an entry of a device that is not asked about, or has one already.
     """
-    asked = [load_hardware(name).name for name in devices]
+    asked = {device.name: device for device in map(load_hardware, devices)}
+
+    def own_name(name: str) -> str:
+        """A file's name without its path serves too, as tables have it."""
+        return name if name in asked else load_hardware(name).name
+
     stated: dict[str, float] = {}
     listed: dict[str, float] = {}
     sources = []
     for entry in (part for given in entries for part in given.split(",")):
         name, equals, amount = entry.rpartition("=")
         if equals:
-            if (own := load_hardware(name).name) not in asked:
+            if (own := own_name(name)) not in asked:
                 raise ValueError(f"--price {entry}: --hardware is {','.join(asked)}; name {name} there or leave it out")
             if own in stated:
                 raise ValueError(f"--price {entry}: {name} has a price already; give it once")

@@ -395,13 +395,17 @@ def _changed(base: Hardware, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keep_measured_limit(base: Hardware, values: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Another power limit does not change under which one the fractions were measured."""
+    """Another power limit does not change with how many watts for each FLOP/s the fractions were measured: two chips in
+    one reach what each of them does at half of their limit."""
     if "tdp_w" not in changes or base.tdp_w is None or values.get("achieved") is None:
         return
     change = changes.get("achieved") or {}
     is_measured_anew = isinstance(change, Achieved) or any(key in change for key in ("matrix", "vector", "limit_w"))
     if not is_measured_anew:
-        values["achieved"] = {"limit_w": base.tdp_w, **values["achieved"]}
+        old = base.matrix_tflop_per_s
+        new = at("matrix_tflop_per_s", matrix_rates, values.get("matrix_tflop_per_s", {}))
+        times = next((new[dtype] / old[dtype] for dtype in ("fp16", "bf16") if dtype in new and dtype in old), 1.0)
+        values["achieved"] = {"limit_w": times * base.tdp_w, **values["achieved"]}
 
 
 # --- finding profiles --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator
 
 from flopmeter.torch_names.private import DispatchKey
 
@@ -55,20 +55,10 @@ def _scan(combine: Body, carried: Sequence[Any], xs: Sequence[Tensor], additiona
     return [*carried, *(torch.stack(column) for column in zip(*ys, strict=True))]
 
 
-def _out_dtype(op: OpOverload, dtype: torch.dtype, *args: Any) -> Any:
-    """Like torch's kernel: CUDA (for which meta stands) multiplies int8 matrices as int8, other devices as int32."""
-    bytes_on_meta = all(isinstance(arg, Tensor) and arg.is_meta and arg.dtype is torch.int8 for arg in args)
-    if op is torch.ops.aten.mm.default and dtype is torch.int32 and bytes_on_meta:
-        return torch._int_mm(*args)
-    everywhere = torch.ops.higher_order.out_dtype.py_kernels[DispatchKey.CompositeExplicitAutograd]
-    return everywhere(op, dtype, *args)
-
-
 _KERNELS: dict[str, Callable[..., Any]] = {
     "cond": _cond,
     "while_loop": _while_loop,
     "scan": _scan,
     "invoke_subgraph": lambda body, _name, *operands: body(*operands),
-    "out_dtype": _out_dtype,
     "strict_mode": lambda body, operands: body(*operands),
 }
