@@ -1,4 +1,4 @@
-"""The program's own code: which it is, and whether what is loaded of it has words of training or of capturing."""
+"""The program's own code: which it is, and whether what is loaded of it has words of training, capturing or timing."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _IMPORTS = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
 _TRAINS = re.compile(r"\.(backward|fit|train)\(")  # a pass of its own, or a trainer's; `.train()` also of a module
 
 _CAPTURES = re.compile(r"\b(CUDAGraph|cuda\.graph)\(")
+_TAKES_TIMES = re.compile(r"\b(time|perf_counter|monotonic)(_ns)?\(\)|\b(enable_timing|elapsed_time|Timer|do_bench)\b")
 
 
 class OwnCode:
@@ -27,6 +28,7 @@ class OwnCode:
 
     def __init__(self) -> None:
         self._before = set(sys.modules)
+        self._found: set[re.Pattern[str]] = set()  # what is loaded stays
 
     def may_train(self) -> bool:
         return self._has(_TRAINS)
@@ -35,8 +37,14 @@ class OwnCode:
         """Whether it has words of a CUDA graph that it captures itself."""
         return self._has(_CAPTURES)
 
+    def may_take_times(self) -> bool:
+        """Whether it has words of a clock, of timing events or of a timer, though it may not have come to them yet."""
+        return self._has(_TAKES_TIMES)
+
     def _has(self, words: re.Pattern[str]) -> bool:
-        return any(words.search(file.read_text(errors="replace")) for file in self._files())
+        if words not in self._found and any(words.search(file.read_text(errors="replace")) for file in self._files()):
+            self._found.add(words)
+        return words in self._found
 
     def _files(self) -> Iterator[Path]:
         for name, module in list(sys.modules.items()):
