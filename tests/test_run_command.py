@@ -175,6 +175,23 @@ def test_a_metric_that_evaluate_cannot_download_is_no_data_set(script, tmp_path,
     assert told.endswith("evaluate downloads each metric as a script: give its folder, or run where it was loaded once")
 
 
+def test_a_module_that_the_repository_compiles_for_cuda_is_nothing_to_install_by_pip(script, tmp_path, capsys):
+    (tmp_path / "models" / "ops").mkdir(parents=True)
+    builds = "setup(ext_modules=[CUDAExtension('DeformableThing', ['a.cu'])])"
+    (tmp_path / "models" / "ops" / "setup.py").write_text(builds)
+    assert main(["run", script("import DeformableThing")]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "pip install DeformableThing" not in told
+    assert f"{os.path.join('models', 'ops', 'setup.py')} compiles DeformableThing for CUDA" in told
+
+
+def test_a_logger_that_wants_a_login_is_told_to_be_off(script, tmp_path, capsys):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "__init__.py").write_text("def init():\n    raise Exception('No API key configured.')\n")
+    assert main(["run", script("import wandb; wandb.init()")]) == 1
+    assert "WANDB_MODE=disabled flopmeter run ..." in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_an_installed_package_of_cuda_kernels_that_fails_is_told_by_its_shim(script, tmp_path, capsys):
     (tmp_path / "bitsandbytes.py").write_text("import torch\n\ntorch._C._no_such_stream\n")
     assert main(["run", script("import bitsandbytes")]) == 1
