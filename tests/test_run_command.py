@@ -128,6 +128,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ('raise RuntimeError("Couldn\'t load custom C++ ops.")', 1, "install the two of one release"),
         ("raise OSError('Could not load this library: x.so')", 1, "package of this library is built for another torch"),
         ("raise RuntimeError('Error downloading train-images')", 1, "or --synthetic for data sets"),
+        ("raise RuntimeError('there is no internet connection')", 1, "the script needs its data and weights"),
         ("import cv2_nowhere", 1, "(pip install cv2_nowhere)"),
         ("raise ModuleNotFoundError('', name='patoolib.x')", 1, "(pip install patool)"),
         ("import subprocess; subprocess.run(['no-such-program'])", 1, "starts no-such-program, which is not installed"),

@@ -323,7 +323,9 @@ def test_a_benchmark_that_warms_up_before_it_reads_a_clock_gets_to_its_own_print
     assert report.parts.count in (199, 200)
 
 
-@pytest.mark.parametrize("timer", ["benchmark.Timer('step()', globals={'step': step}).timeit(9).mean", "do_bench(step)"])
+@pytest.mark.parametrize(
+    "timer", ["benchmark.Timer('step()', globals={'step': step}).timeit(9).mean", "do_bench(step)"]
+)
 def test_a_benchmark_that_hands_its_warm_steps_to_a_timer_gets_to_its_own_print(ran, monkeypatch, timer):
     monkeypatch.setattr(session, "PATIENCE_TO_PRINT_S", 600.0)
     if timer.startswith("do_bench"):

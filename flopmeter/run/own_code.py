@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import sys
 import sysconfig
@@ -105,7 +107,15 @@ def _entered() -> set[str]:
 
 
 def _is_installed(file: str) -> bool:
-    return file.startswith(_STANDARD_LIBRARY) or not _PACKAGES.isdisjoint(Path(file).parts)
+    if file.startswith(_STANDARD_LIBRARY) or not _PACKAGES.isdisjoint(Path(file).parts):
+        return True
+    return any(file.startswith(folder + os.sep) and _has_records_of_pip(folder) for folder in sys.path if folder)
+
+
+@functools.cache
+def _has_records_of_pip(folder: str) -> bool:
+    """Whether pip installed into it, as with --target."""
+    return any(Path(folder).glob("*.dist-info"))
 
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")

@@ -237,7 +237,7 @@ def _about_import(error: ImportError, script: Script) -> str:
         return f"{name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
     if isinstance(error, ModuleNotFoundError) and not _is_there(name):
         if builder := _compiled_by(script, name):
-            return f"{builder} compiles {name} for CUDA, and no GPU is here: take the script's way in Python, if it has one"
+            return f"{builder} compiles {name} for CUDA: take the script's way in Python, if it has one"
         if folder := _folder_above(script, name):
             return f"{name} is in {folder}, above the script: PYTHONPATH={folder} flopmeter run ..."
         package = NAMED_OTHERWISE.get(name, name)
@@ -371,8 +371,8 @@ WITHOUT_KERNEL = {
 }
 """Parts of the names of ops that are left out, and what to do without them."""
 
-OF_TORCHVISION = ("ataset not found", "Error downloading")
-"""What its RuntimeErrors say where a data set is missing."""
+OF_TORCHVISION = ("ataset not found", "Error downloading", "there is no internet connection")
+"""What its RuntimeErrors say where a data set is missing, and torch.hub's where a repository is."""
 
 CUDA_EXTENSIONS = {
     **{package: f"let flopmeter stand in with --shim {package}" for package in SHIMS},

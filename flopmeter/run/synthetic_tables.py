@@ -1,4 +1,4 @@
-"""Tables of the hub of Hugging Face that are missing (`load_dataset` of its package `datasets`), made of synthetic rows.
+"""Tables of the hub of Hugging Face that are missing (`load_dataset` of its package `datasets`), of synthetic rows.
 
 A table has fewer rows than the one that it stands for, since programs map row by row. Where a program asks for rows by
 number, as one does that knows how many there are, it gets those that there are.
