@@ -128,6 +128,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ('raise RuntimeError("Couldn\'t load custom C++ ops.")', 1, "install the two of one release"),
         ("raise OSError('Could not load this library: x.so')", 1, "package of this library is built for another torch"),
         ("raise RuntimeError('Error downloading train-images')", 1, "or --synthetic for data sets"),
+        ("raise RuntimeError('there is no internet connection')", 1, "the script needs its data and weights"),
         ("import cv2_nowhere", 1, "(pip install cv2_nowhere)"),
         ("raise ModuleNotFoundError('', name='patoolib.x')", 1, "(pip install patool)"),
         ("import subprocess; subprocess.run(['no-such-program'])", 1, "starts no-such-program, which is not installed"),
@@ -173,6 +174,23 @@ def test_a_metric_that_evaluate_cannot_download_is_no_data_set(script, tmp_path,
     assert main(["run", script("import evaluate; evaluate.load('accuracy')")]) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.endswith("evaluate downloads each metric as a script: give its folder, or run where it was loaded once")
+
+
+def test_a_module_that_the_repository_compiles_for_cuda_is_nothing_to_install_by_pip(script, tmp_path, capsys):
+    (tmp_path / "models" / "ops").mkdir(parents=True)
+    builds = "setup(ext_modules=[CUDAExtension('DeformableThing', ['a.cu'])])"
+    (tmp_path / "models" / "ops" / "setup.py").write_text(builds)
+    assert main(["run", script("import DeformableThing")]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "pip install DeformableThing" not in told
+    assert f"{os.path.join('models', 'ops', 'setup.py')} compiles DeformableThing for CUDA" in told
+
+
+def test_a_logger_that_wants_a_login_is_told_to_be_off(script, tmp_path, capsys):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "__init__.py").write_text("def init():\n    raise Exception('No API key configured.')\n")
+    assert main(["run", script("import wandb; wandb.init()")]) == 1
+    assert "WANDB_MODE=disabled flopmeter run ..." in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_an_installed_package_of_cuda_kernels_that_fails_is_told_by_its_shim(script, tmp_path, capsys):

@@ -173,11 +173,17 @@ print(len(data), image.size, image.mode)
 torch.nn.Linear(4, 4).cuda()(torch.zeros(4, 4).cuda())
 """
 PACKAGE_OF_THE_HUB = """
+from types import SimpleNamespace
+
 class Dataset:
+    info = SimpleNamespace(description="")
     from_dict = classmethod(lambda kind, columns: kind(columns, 0))
 
     def __init__(self, columns, length):
         self.columns, self.length = columns, length
+
+    def __len__(self):
+        return self.length
 
     def select(self, places):
         return Dataset(self.columns, len(places))
@@ -229,6 +235,72 @@ def test_a_table_of_the_hub_may_have_images_as_programs_transform_them(tmp_path,
     (tmp_path / "train.py").write_text(OPENS_IMAGES)
     assert main(["run", "--synthetic", "image=512x768:image,label=:3", "train.py"]) == 0, capsys.readouterr().err
     assert capsys.readouterr().out == "4096 (768, 512) RGB\n"
+
+
+KNOWS_ITS_LENGTH = """
+from datasets import load_dataset
+import torch
+
+data = load_dataset("someone/something", split="train")
+parts = data.shuffle(seed=0).map(lambda row: {"again": row["text"]}).train_test_split(test_size=10_000)
+streamed = load_dataset("someone/something", split="train", streaming=True)
+rows = {
+    "the first": data.select(range(10_000)),
+    "those from a number on": data.select(range(100_000, len(data))),
+    "some between": data.select(range(100_000, 100_064)),
+    "as a list": data.select([5, 70_000]),
+    "few": data.select(range(32)),
+    "none": data.select([]),
+    "train": parts["train"],
+    "test": parts["test"],
+    "a hundredth": data.train_test_split(test_size=0.01)["test"],
+    "streamed": list(streamed.skip(50_000).take(8)),
+}
+for name, found in rows.items():
+    assert all(row["text"] == "word word" for row in list(found)[:2])
+    print(name, len(found))
+torch.nn.Linear(4, 4).cuda()(torch.zeros(4, 4).cuda())
+"""
+
+
+def test_a_program_that_knows_how_long_a_table_of_the_hub_is_gets_rows_though_there_are_fewer(
+    tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(KNOWS_ITS_LENGTH)
+    assert main(["run", "--synthetic", "text=2:text", "train.py"]) == 0, capsys.readouterr().err
+    printed = dict(line.rsplit(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert {name: int(count) for name, count in printed.items()} == {
+        "the first": 4096,
+        "those from a number on": 4096,
+        "some between": 64,
+        "as a list": 2,
+        "few": 32,
+        "none": 0,
+        "train": 2048,
+        "test": 2048,
+        "a hundredth": 41,
+        "streamed": 8,
+    }
+
+
+def test_tables_that_are_there_keep_their_own_bounds(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("""
+import torch
+from datasets import Dataset
+data = Dataset.from_dict({"text": ["a", "b"]})
+try:
+    data.select(range(3))
+except IndexError as error:
+    print(error)
+torch.nn.Linear(4, 4).cuda()(torch.zeros(4, 4).cuda())
+""")
+    assert main(["run", "--synthetic", "text=2:text", "train.py"]) == 0, capsys.readouterr().err
+    assert "out of range" in capsys.readouterr().out
 
 
 class Counting(Dataset):

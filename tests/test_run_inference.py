@@ -297,3 +297,49 @@ def test_patience_with_an_inference_is_none_with_a_training_that_follows(ran, mo
     )
     assert (report.parts.count, out) == (3, "")
     assert "trained without an optimizer" in report.headline
+
+
+WARMED_UP = {
+    "a module": "step = lambda: model(x).sum().backward()",
+    "tensors": "w = torch.zeros(64, 64, device='cuda', requires_grad=True); step = lambda: (x @ w).sum().backward()",
+}
+
+
+@pytest.mark.parametrize("step", WARMED_UP.values(), ids=WARMED_UP)
+@pytest.mark.parametrize("timed", ["time.perf_counter()", "time.time()", "time.monotonic_ns()"])
+def test_a_benchmark_that_warms_up_before_it_reads_a_clock_gets_to_its_own_print(ran, monkeypatch, step, timed):
+    monkeypatch.setattr(session, "PATIENCE_TO_PRINT_S", 600.0)
+    report, out, _ = ran(f"""
+        model = linear()
+        {step}
+        for _ in range(100):
+            step()
+        start = {timed}
+        for _ in range(100):
+            step()
+        print("took" if {timed} > start else "took no time")
+    """)
+    assert out == "took\n"
+    assert report.parts.count in (199, 200)
+
+
+@pytest.mark.parametrize(
+    "timer", ["benchmark.Timer('step()', globals={'step': step}).timeit(9).mean", "do_bench(step)"]
+)
+def test_a_benchmark_that_hands_its_warm_steps_to_a_timer_gets_to_its_own_print(ran, monkeypatch, timer):
+    monkeypatch.setattr(session, "PATIENCE_TO_PRINT_S", 600.0)
+    if timer.startswith("do_bench"):
+        pytest.importorskip("triton")
+    _, out, _ = ran(f"""
+        from torch.utils import benchmark
+        try:
+            from triton.testing import do_bench
+        except ImportError:
+            pass
+        model = linear()
+        step = lambda: model(x).sum().backward()
+        for _ in range(5):
+            step()
+        print("took" if {timer} > 0 else "took no time")
+    """)
+    assert out == "took\n"

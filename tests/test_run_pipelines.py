@@ -168,6 +168,74 @@ def test_a_rank_begins_with_modules_of_its_own_as_a_process_does(tmp_path, capsy
     assert not [name for name in set(sys.modules) - before if name.partition(".")[0] == "stages"]
 
 
+REGISTERS = {
+    "a library of operators": """
+library = torch.library.Library("of_a_stage", "DEF")
+library.define("twice(Tensor x) -> Tensor")
+library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+""",
+    "an operator": """
+torch.library.define("of_a_stage::twice", "(Tensor x) -> Tensor")
+torch.library.impl("of_a_stage::twice", "CompositeExplicitAutograd", lambda x: x * 2)
+""",
+    "a custom operator": """
+@torch.library.custom_op("of_a_stage::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+twice.register_fake(torch.empty_like)
+""",
+}
+RUNS_TWICE = """
+import torch, torch.distributed as dist
+from stages import registers
+dist.init_process_group("nccl")
+if dist.get_rank():
+    dist.send_object_list(["ready"], 0)
+else:
+    dist.recv_object_list([None], 1)
+for _ in range(3):
+    torch.ops.of_a_stage.twice(torch.ones(4, device="cuda"))
+"""
+
+
+@pytest.mark.parametrize("text", REGISTERS.values(), ids=REGISTERS)
+@pytest.mark.parametrize("in_main", [False, True], ids=["in a module", "in the script"])
+def test_what_a_script_registers_with_torch_once_a_process_each_rank_registers(tmp_path, capsys, text, in_main):
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "registers.py").write_text("" if in_main else "import torch\n" + text)
+    (tmp_path / "train.py").write_text(("import torch\n" + text if in_main else "") + RUNS_TWICE)
+    report = reported(["--gpus", "2", str(tmp_path / "train.py")], capsys)
+    assert report["totals"]["flops"] == 3 * 4  # one for each element
+    assert not hasattr(torch.ops.of_a_stage, "twice")
+
+
+def test_a_resolver_of_omegaconf_each_rank_registers(tmp_path, capsys):
+    omegaconf = pytest.importorskip("omegaconf")
+    text = "from omegaconf import OmegaConf\nOmegaConf.register_new_resolver('of_a_stage', lambda x: 2 * x)\n"
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "mesh.py").write_text(MESH + text)
+    (tmp_path / "train.py").write_text(text.replace("of_a_stage", "of_the_script") + STAGES)
+    reported(["--gpus", "2", str(tmp_path / "train.py")], capsys)
+    assert not omegaconf.OmegaConf.has_resolver("of_a_stage")
+    assert not omegaconf.OmegaConf.has_resolver("of_the_script")
+
+
+def test_a_package_that_pip_installed_into_a_folder_is_imported_once(tmp_path, monkeypatch, capsys):
+    """`pip install --target`: it may hold what is made only once."""
+    folder = tmp_path / "target"
+    (folder / "packaged_thing-1.0.dist-info").mkdir(parents=True)
+    (folder / "packaged_thing.py").write_text("import sys\nassert not hasattr(sys, 'packaged')\nsys.packaged = True\n")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "packaged", True, raising=False)
+    monkeypatch.delattr(sys, "packaged")
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "mesh.py").write_text(MESH)
+    (tmp_path / "train.py").write_text("import packaged_thing\n" + STAGES)
+    reported(["--gpus", "2", str(tmp_path / "train.py")], capsys)
+    del sys.modules["packaged_thing"]
+
+
 FAILS_FIRST = """
 import torch, torch.distributed as dist
 dist.init_process_group("nccl")

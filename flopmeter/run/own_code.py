@@ -1,7 +1,9 @@
-"""The program's own code: which it is, and whether what is loaded of it has words of training or of capturing."""
+"""The program's own code: which it is, and whether what is loaded of it has words of training, capturing or timing."""
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import sys
 import sysconfig
@@ -18,6 +20,7 @@ _IMPORTS = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
 _TRAINS = re.compile(r"\.(backward|fit|train)\(")  # a pass of its own, or a trainer's; `.train()` also of a module
 
 _CAPTURES = re.compile(r"\b(CUDAGraph|cuda\.graph)\(")
+_TAKES_TIMES = re.compile(r"\b(time|perf_counter|monotonic)(_ns)?\(\)|\b(enable_timing|elapsed_time|Timer|do_bench)\b")
 
 
 class OwnCode:
@@ -27,6 +30,7 @@ class OwnCode:
 
     def __init__(self) -> None:
         self._before = set(sys.modules)
+        self._found: set[re.Pattern[str]] = set()  # what is loaded stays
 
     def may_train(self) -> bool:
         return self._has(_TRAINS)
@@ -35,8 +39,14 @@ class OwnCode:
         """Whether it has words of a CUDA graph that it captures itself."""
         return self._has(_CAPTURES)
 
+    def may_take_times(self) -> bool:
+        """Whether it has words of a clock, of timing events or of a timer, though it may not have come to them yet."""
+        return self._has(_TAKES_TIMES)
+
     def _has(self, words: re.Pattern[str]) -> bool:
-        return any(words.search(file.read_text(errors="replace")) for file in self._files())
+        if words not in self._found and any(words.search(file.read_text(errors="replace")) for file in self._files()):
+            self._found.add(words)
+        return words in self._found
 
     def _files(self) -> Iterator[Path]:
         for name, module in list(sys.modules.items()):
@@ -97,7 +107,15 @@ def _entered() -> set[str]:
 
 
 def _is_installed(file: str) -> bool:
-    return file.startswith(_STANDARD_LIBRARY) or not _PACKAGES.isdisjoint(Path(file).parts)
+    if file.startswith(_STANDARD_LIBRARY) or not _PACKAGES.isdisjoint(Path(file).parts):
+        return True
+    return any(file.startswith(folder + os.sep) and _has_records_of_pip(folder) for folder in sys.path if folder)
+
+
+@functools.cache
+def _has_records_of_pip(folder: str) -> bool:
+    """Whether pip installed into it, as with --target."""
+    return any(Path(folder).glob("*.dist-info"))
 
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")

@@ -24,6 +24,7 @@ from flopmeter.meter import reports_together
 from flopmeter.records.traces import part_of
 from flopmeter.report.quantities import duration, percent
 from flopmeter.run.own_code import forgotten_after
+from flopmeter.run.registrations import registered_until_here
 from flopmeter.run.report import RunReport
 from flopmeter.run.script import Ending, Script, run
 from flopmeter.run.session import ScriptSession, Wishes
@@ -53,7 +54,13 @@ def run_as_ranks(
 
     def run_rank(rank: int) -> RanAsRank:
         session = ScriptSession(hardware, wishes, rank)
-        with session.open(), environment(variables), _output_of(rank, shown), forgotten_after():
+        with (
+            session.open(),
+            environment(variables),
+            _output_of(rank, shown),
+            registered_until_here(),
+            forgotten_after(),
+        ):
             ending = run(script, session)
             session.note_switches()
         return RanAsRank(session, ending)

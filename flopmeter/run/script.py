@@ -161,6 +161,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return f"{head}: a launcher sets {error.args[0]}: flopmeter run ... -- {launched} ..."
     if asked := re.search(MORE_GPUS, str(error)):
         return f"{head}: it asks for several GPUs: flopmeter run --gpus {len(asked[1].split(','))} ..."
+    if error is not None and "wandb" in _packages_of(error):
+        return f"{head}: wandb asks for a login, or for its server: WANDB_MODE=disabled flopmeter run ..."
     if error is not None and (missing := _about_what_is_missing(error)):
         return f"{head}: {missing}"
     if isinstance(error, AttributeError) and is_absent(error.obj):
@@ -234,6 +236,8 @@ def _about_import(error: ImportError, script: Script) -> str:
     if name in CUDA_EXTENSIONS:
         return f"{name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
     if isinstance(error, ModuleNotFoundError) and not _is_there(name):
+        if builder := _compiled_by(script, name):
+            return f"{builder} compiles {name} for CUDA: take the script's way in Python, if it has one"
         if folder := _folder_above(script, name):
             return f"{name} is in {folder}, above the script: PYTHONPATH={folder} flopmeter run ..."
         package = NAMED_OTHERWISE.get(name, name)
@@ -247,6 +251,17 @@ def _about_import(error: ImportError, script: Script) -> str:
     if "shared object" in str(error) or "undefined symbol" in str(error):
         return "it is compiled for another build of torch: uninstall it, or install the one for the CPU"
     return f"this version of {name or 'the package'} does not have it: install the version that the script wants"
+
+
+def _compiled_by(script: Script, module: str) -> str:
+    """The setup.py of a checkout that makes the module of CUDA sources, as seen from here; '' if there is none."""
+    folders = {Path.cwd()} if script.is_module else {Path.cwd(), Path(script.target).resolve().parent}
+    depths = range(MOST_FOLDERS_BELOW + 1)
+    for file in (file for folder in folders for depth in depths for file in folder.glob("*/" * depth + "setup.py")):
+        text = file.read_text(errors="replace")
+        if "CUDAExtension" in text and re.search(rf"\b{module}\b", text):
+            return os.path.relpath(file)
+    return ""
 
 
 def _folder_above(script: Script, module: str) -> str:
@@ -264,8 +279,7 @@ def _python_words(command: Any) -> str:
 
 def _shimmed(error: BaseException) -> str | None:
     """The package, of those that flopmeter can stand in for, in which the error was raised."""
-    packages = {module.partition(".")[0] for module in _modules_of(error)}
-    return next((package for package in SHIMS if package in packages), None)
+    return next((package for package in SHIMS if package in _packages_of(error)), None)
 
 
 def _about_what_is_missing(error: BaseException) -> str | None:
@@ -300,14 +314,19 @@ def _modules_of(error: BaseException) -> list[str]:
     return [frame.f_globals.get("__name__", "") for frame, _ in frames]
 
 
+def _packages_of(error: BaseException) -> set[str]:
+    return {module.partition(".")[0] for module in _modules_of(error)}
+
+
 MOST_LINES_TOLD = 3
 MOST_FOLDERS_ABOVE = 3  # a script of a repository lies no deeper in it, mostly
+MOST_FOLDERS_BELOW = 3  # nor do its extensions
 
 NAMED_OTHERWISE = {
     "PIL": "pillow", "absl": "absl-py", "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless",
     "dateutil": "python-dateutil", "dotenv": "python-dotenv", "faiss": "faiss-cpu", "fitz": "pymupdf", "git":
-    "GitPython", "google": "protobuf", "hydra": "hydra-core", "open_clip": "open-clip-torch", "ot": "POT",
-    "patoolib": "patool",
+    "GitPython", "google": "protobuf", "hydra": "hydra-core", "open_clip": "open-clip-torch", "opentelemetry":
+    "opentelemetry-sdk", "ot": "POT", "patoolib": "patool",
     "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn", "skvideo": "sk-video",
     "tap": "typed-argument-parser", "umap": "umap-learn", "yaml": "PyYAML",
 }  # fmt: skip
@@ -352,8 +371,8 @@ WITHOUT_KERNEL = {
 }
 """Parts of the names of ops that are left out, and what to do without them."""
 
-OF_TORCHVISION = ("ataset not found", "Error downloading")
-"""What its RuntimeErrors say where a data set is missing."""
+OF_TORCHVISION = ("ataset not found", "Error downloading", "there is no internet connection")
+"""What its RuntimeErrors say where a data set is missing, and torch.hub's where a repository is."""
 
 CUDA_EXTENSIONS = {
     **{package: f"let flopmeter stand in with --shim {package}" for package in SHIMS},

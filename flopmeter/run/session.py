@@ -114,10 +114,10 @@ class ScriptSession:
         calls = (self.meter.trace.ops[number].call for number in ops)
         return any(spec.device != "cpu" for call in calls for spec in (*call.outputs, *call.inputs))
 
-    def _patience_s(self, only_infers: bool) -> float:
+    def _patience_s(self, only_infers: bool, may_take_times: bool) -> float:
         if self.wishes.gpus > 1:
             return 0.0  # ranks end at the same step
-        return PATIENCE_TO_PRINT_S if self.takes_times else PATIENCE_S if only_infers else 0.0
+        return PATIENCE_TO_PRINT_S if self.takes_times or may_take_times else PATIENCE_S if only_infers else 0.0
 
     def report_of(self, ops: range) -> Report:
         return self.meter.report(ops=ops)

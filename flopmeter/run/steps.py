@@ -67,8 +67,9 @@ class Steps:
     is_on_device: whether one of these ops ran on the GPU; a call of a module on the CPU is no step.
     tell: says a line to the user while the program runs.
     patience_s: how long a program without an optimizer may go on after `most` steps, to end by itself and print what
-        it found: seconds of this machine, by whether it has only inferred. Where these do not do, the parts of the run
-        are those before they began, so that they do not hang on the speed of this machine.
+        it found: seconds of this machine, by whether it has only inferred and whether its code has words of taking
+        times. Where these do not do, the parts of the run are those before they began, so that they do not hang on the
+        speed of this machine.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Steps:
         has_backward: Callable[[range], bool] = lambda ops: False,
         is_on_device: Callable[[range], bool] = bool,
         tell: Callable[[str], None] = lambda line: None,
-        patience_s: Callable[[bool], float] = lambda only_infers: 0.0,
+        patience_s: Callable[[bool, bool], float] = lambda only_infers, may_take_times: 0.0,
     ) -> None:
         self._now, self._marker, self._most, self._has_backward = now, marker, most, has_backward
         self._is_on_device, self._patience_s = is_on_device, patience_s
@@ -243,7 +244,8 @@ class Steps:
         if self._enough is None or self._enough[0].stopped_untrained != only_infers:
             parts = replace(self.parts(self._now()), stopped_untrained=only_infers)
             self._enough = parts, time.monotonic()
-        if time.monotonic() - self._enough[1] >= self._patience_s(only_infers):
+        patience_s = self._patience_s(only_infers, self._own_code.may_take_times())
+        if time.monotonic() - self._enough[1] >= patience_s:
             self._is_stopped = True
             raise StepsDone
 

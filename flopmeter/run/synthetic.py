@@ -19,16 +19,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
 from flopmeter.run.patches import Patch, applied
+from flopmeter.run.synthetic_tables import SyntheticTables
 from flopmeter.torch_names.imported import entered_once_imported
 from flopmeter.torch_names.private import BATCHES, no_dispatch_modes
 
 FIRST = "first"
 SAMPLES = 2**16  # length of a data set that is missing; more than the steps of a run read, and soon evaluated
-ROWS = 2**12  # length of a table of Hugging Face's datasets, which programs map row by row
 ELEMENTS = 2**26  # length of an array in a file of numpy's, if nobody says it
 ABSENT = (OSError, RuntimeError, AssertionError)  # raised by torchvision, and by code that opens files or asserts them
 TEXT, IMAGE = "text", "image"
@@ -162,13 +161,13 @@ class SyntheticData:
 
     @contextmanager
     def _of_hub(self) -> Iterator[None]:
-        hub: Any = sys.modules["datasets"]
-        load = getattr(hub, "load_dataset", None)
-        if load is None or self._sample is None:
+        sample = self._sample
+        if sample is None:
             yield
-        else:
-            with applied([Patch(hub, "load_dataset", self._load_dataset(hub, load), "data sets of the hub")]):
-                yield
+            return
+        tables = SyntheticTables(sample.value if sample.names else None, sample.classes, ABSENT, self._tell)
+        with applied(tables.patches(sys.modules["datasets"])):
+            yield
 
     def _on_subclass(self, kind: Any, /, **kwargs: Any) -> None:
         super(Dataset, kind).__init_subclass__(**kwargs)  # type: ignore[misc]
@@ -297,32 +296,6 @@ class SyntheticData:
 
         yield Patch(numpy, "memmap", Memmap, why)
         yield Patch(numpy, "fromfile", from_file, why)
-
-    def _load_dataset(self, hub: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Hugging Face's `load_dataset`: a table with the fields as columns."""
-
-        @functools.wraps(original)
-        def load_dataset(path: str, *args: Any, split: Any = None, streaming: bool = False, **kwargs: Any) -> Any:
-            try:
-                return original(path, *args, split=split, streaming=streaming, **kwargs)
-            except ABSENT as error:
-                if self._sample is None or not self._sample.names:
-                    raise ValueError(
-                        f"the data set {path} is not here: give its columns, as --synthetic text=100:text"
-                    ) from error
-                self._tell(path, error)
-                sample = tree_map_only(torch.Tensor, torch.Tensor.tolist, self._sample.value())
-                table = hub.Dataset.from_dict({name: [value] for name, value in sample.items()})
-                for name, count in self._sample.classes.items():
-                    table = table.cast_column(name, hub.ClassLabel(num_classes=count))
-                table = table.select([0] * ROWS)  # the same row: images are large
-                table = table.to_iterable_dataset() if streaming else table
-                if split is not None:
-                    return table
-                splits = hub.IterableDatasetDict if streaming else hub.DatasetDict
-                return splits(dict.fromkeys(("train", "validation", "test"), table))
-
-        return load_dataset
 
 
 def _in_process(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

@@ -1,0 +1,70 @@
+"""What a program registers with libraries for the life of its process: undone where it runs again, as another rank or
+from its start.
+
+Works around: operators of torch.library and resolvers of OmegaConf, of a name only one at a time.
+Until: each rank has a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from flopmeter.run.own_code import is_own
+from flopmeter.run.patches import Patch, applied
+from flopmeter.torch_names.frames import callers
+from flopmeter.torch_names.imported import entered_once_imported
+
+
+@contextmanager
+def registered_until_here() -> Iterator[None]:
+    """What the program's own code registers in this context is gone behind it. Of packages that are installed, which
+    are imported once, it stays."""
+    with ExitStack() as undo:
+        init = torch.library.Library.__init__
+        patch = Patch(torch.library.Library, "__init__", _undone(init, _destroy, undo), "another rank registers it too")
+        undo.enter_context(applied([patch]))
+        undo.enter_context(entered_once_imported("omegaconf", _no_resolvers_behind))
+        yield
+
+
+@contextmanager
+def _no_resolvers_behind() -> Iterator[None]:
+    config: Any = sys.modules["omegaconf"].OmegaConf
+    with ExitStack() as undo:
+        register = _undone(config.register_new_resolver, config.clear_resolver, undo)
+        patch = Patch(config, "register_new_resolver", staticmethod(register), "another rank registers it too")
+        undo.enter_context(applied([patch]))
+        yield
+
+
+def _undone(original: Callable[..., Any], undo_it: Callable[[Any], Any], undo: ExitStack) -> Callable[..., Any]:
+    """The function, whose first argument is undone where the program called it, if not by way of an installed
+    package."""
+
+    @functools.wraps(original)
+    def register(what: Any, *args: Any, **options: Any) -> Any:
+        result = original(what, *args, **options)
+        if _is_of_own_code():
+            undo.callback(undo_it, what)
+        return result
+
+    return register
+
+
+def _is_of_own_code() -> bool:
+    names = ((frame.f_globals.get("__name__", ""), frame.f_code.co_filename) for frame in callers())
+    module, file = next((name, file) for name, file in names if name.partition(".")[0] not in _IN_BETWEEN)
+    return is_own(module, file)
+
+
+def _destroy(library: Any) -> None:
+    library._destroy()
+
+
+_IN_BETWEEN = {"torch", "flopmeter", "functools"}  # packages between the program's call and what it registers with
