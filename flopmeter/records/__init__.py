@@ -62,6 +62,7 @@ from flopmeter.records.work import (
     Planes,
     Recurrence,
     RecurrentWork,
+    Registers,
     Reread,
     Scatter,
     ThreadGrid,

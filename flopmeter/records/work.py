@@ -107,6 +107,11 @@ class AttentionShape(NamedTuple):
         return sum(count * keys for count, _, keys in self.sizes)
 
 
+Registers = tuple[tuple[int, int], ...]
+"""Of each thread of a kernel, by the compute capability that it was compiled for, times ten: an SM holds no more
+threads than it has registers for. (): few enough for all threads that it holds otherwise."""
+
+
 class Reread(NamedTuple):
     """How a kernel with a block of threads for each row works, and what it reads a second time. Whether a second read
     hits the L2 cache depends on the device: all rows that its SMs work on at a time, with `threads` threads each, share
@@ -124,6 +129,9 @@ class Reread(NamedTuple):
     element_operations: int = (
         0  # of each thread on its elements, of every kind: loads, addresses, conversions, functions
     )
+    cycles: int = 0  # from the start of a row's block to that of the next in its place, on a full SM of NVIDIA, without
+    # its operations on elements (which no other vendor's are taken to wait for); 0: what is above says it
+    registers: Registers = ()  # of a thread
 
 
 # --- kernels that multiply matrices. `macs` are multiply-adds; one of complex numbers counts as four. ---------------

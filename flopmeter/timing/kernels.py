@@ -30,10 +30,12 @@ from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.bandwidth import (
     access_seconds,
+    arithmetic_latency_cycles,
     cache_bytes_per_s,
     clock_hz,
     cycles_to_seconds,
     integer_seconds,
+    issued_lanes,
     memory_seconds,
     miss_share,
     narrow_unit_seconds,
@@ -328,12 +330,31 @@ def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tup
     access = access_seconds(cached_share, hardware)
     first, others = access, 0.0
     for rows in work.rereads:
-        step = cycles_to_seconds(constants.ARITHMETIC_LATENCY_CYCLES, hardware)
-        accesses = rows.accesses * rows.threads / threads_of(rows, hardware)
-        of_row = accesses * access + (rows.operations + rows.element_operations) * step
-        waves = max(1.0, rows.rows / rows_in_flight(rows, hardware))
-        first, others = max(first, of_row), max(others, (waves - 1.0) * of_row)
+        waves = rows.rows / rows_in_flight(rows, hardware)
+        of_row = _lone_row_seconds(rows, access, hardware)
+        if _is_timed(rows, hardware):
+            walking = waves * cycles_to_seconds(_cycles_of_block(rows, hardware), hardware)
+            others = max(others, of_row, walking + _own_seconds(rows, hardware))
+        else:
+            first, others = max(first, of_row), max(others, max(0.0, waves - 1.0) * of_row)
     return first, others
+
+
+def _lone_row_seconds(rows: Reread, access: float, hardware: Hardware) -> float:
+    """Of a row beside no others, whose threads do one thing after another."""
+    accesses = rows.accesses * rows.threads / threads_of(rows, hardware)
+    operations = rows.operations + (0 if rows.cycles else rows.element_operations)
+    return accesses * access + cycles_to_seconds(operations * arithmetic_latency_cycles(hardware), hardware)
+
+
+def _cycles_of_block(rows: Reread, hardware: Hardware) -> float:
+    """As many more as instructions wait longer for each other than where they were counted."""
+    return rows.cycles * arithmetic_latency_cycles(hardware) / constants.ARITHMETIC_LATENCY_CYCLES
+
+
+def _is_timed(rows: Reread, hardware: Hardware) -> bool:
+    """Whether it is known how long a block of these rows stays on a full SM."""
+    return bool(rows.cycles) and hardware.vendor == "nvidia"
 
 
 def _idle_stretch(work: VectorWork, hardware: Hardware) -> float:
@@ -345,17 +366,22 @@ def _idle_stretch(work: VectorWork, hardware: Hardware) -> float:
 def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
     """Time in which the threads of each row combine their partial results and do what is of other kinds than
     arithmetic on its elements, which takes no lanes for fp32 where these are fewer than an SM issues to."""
-    threads = [row.rows * threads_of(row, hardware) for row in work.rereads]
-    combining = sum(count * row.operations for count, row in zip(threads, work.rereads, strict=True))
-    elements = sum(count * row.element_operations for count, row in zip(threads, work.rereads, strict=True))
+    untimed = [(row.rows * threads_of(row, hardware), row) for row in work.rereads if not _is_timed(row, hardware)]
+    combining = sum(threads * row.operations for threads, row in untimed)
+    elements = sum(threads * row.element_operations for threads, row in untimed if not row.cycles)
     if not combining + elements:
         return 0.0
     rate = hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
     lanes_per_s = hardware.sm_count * clock_hz(hardware)
     if hardware.vendor == "amd":
         rate = min(rate, constants.AMD_LANES_PER_COMPUTE_UNIT * lanes_per_s)
-    issued = max(rate, constants.ISSUED_LANES_PER_SM * lanes_per_s) if hardware.vendor == "nvidia" else rate
+    issued = max(rate, issued_lanes(hardware) * lanes_per_s) if hardware.vendor == "nvidia" else rate
     return combining / rate + elements / issued
+
+
+def _own_seconds(rows: Reread, hardware: Hardware) -> float:
+    """Of the operations on the elements of these rows alone."""
+    return _row_seconds(VectorWork((rows._replace(cycles=0, operations=0),)), hardware)
 
 
 def _vector_class(cost: Cost) -> str:
