@@ -107,9 +107,12 @@ class AttentionShape(NamedTuple):
         return sum(count * keys for count, _, keys in self.sizes)
 
 
-Registers = tuple[tuple[int, int], ...]
-"""Of each thread of a kernel, by the compute capability that it was compiled for, times ten: an SM holds no more
-threads than it has registers for. (): few enough for all threads that it holds otherwise."""
+class BlockTime(NamedTuple):
+    """How long a block with one row stays on an SM of NVIDIA, in clock cycles, and how many blocks such an SM holds."""
+
+    alone: int  # beside no others and without its accesses to memory, whose threads do one thing after another
+    among_others: int  # on a full SM, until the next is in its place, without operations on elements
+    registers: tuple[tuple[int, int], ...]  # of a thread, by the compute capability that it is compiled for, times ten
 
 
 class Reread(NamedTuple):
@@ -129,9 +132,7 @@ class Reread(NamedTuple):
     element_operations: int = (
         0  # of each thread on its elements, of every kind: loads, addresses, conversions, functions
     )
-    cycles: int = 0  # from the start of a row's block to that of the next in its place, on a full SM of NVIDIA, without
-    # its operations on elements (which no other vendor's are taken to wait for); 0: what is above says it
-    registers: Registers = ()  # of a thread
+    block: BlockTime | None = None  # if it is known; `element_operations` are then of NVIDIA's, `operations` of others'
 
 
 # --- kernels that multiply matrices. `macs` are multiply-adds; one of complex numbers counts as four. ---------------

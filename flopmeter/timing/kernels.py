@@ -10,6 +10,7 @@ from flopmeter.device.hardware import Hardware, Peak
 from flopmeter.records import (
     ELEMENTWISE,
     AttentionWork,
+    BlockTime,
     ConvolutionWork,
     Cost,
     FormulaWork,
@@ -330,31 +331,27 @@ def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tup
     access = access_seconds(cached_share, hardware)
     first, others = access, 0.0
     for rows in work.rereads:
-        waves = rows.rows / rows_in_flight(rows, hardware)
-        of_row = _lone_row_seconds(rows, access, hardware)
-        if _is_timed(rows, hardware):
-            walking = waves * cycles_to_seconds(_cycles_of_block(rows, hardware), hardware)
-            others = max(others, of_row, walking + _own_seconds(rows, hardware))
-        else:
-            first, others = max(first, of_row), max(others, max(0.0, waves - 1.0) * of_row)
+        if rows.block and hardware.vendor == "nvidia":
+            others = max(others, _blocks_seconds(rows, rows.block, hardware))
+            continue
+        step = cycles_to_seconds(arithmetic_latency_cycles(hardware), hardware)
+        accesses = rows.accesses * rows.threads / threads_of(rows, hardware)
+        of_row = accesses * access + (rows.operations + rows.element_operations * (not rows.block)) * step
+        waves = max(1.0, rows.rows / rows_in_flight(rows, hardware))
+        first, others = max(first, of_row), max(others, (waves - 1.0) * of_row)
     return first, others
 
 
-def _lone_row_seconds(rows: Reread, access: float, hardware: Hardware) -> float:
-    """Of a row beside no others, whose threads do one thing after another."""
-    accesses = rows.accesses * rows.threads / threads_of(rows, hardware)
-    operations = rows.operations + (0 if rows.cycles else rows.element_operations)
-    return accesses * access + cycles_to_seconds(operations * arithmetic_latency_cycles(hardware), hardware)
-
-
-def _cycles_of_block(rows: Reread, hardware: Hardware) -> float:
-    """As many more as instructions wait longer for each other than where they were counted."""
-    return rows.cycles * arithmetic_latency_cycles(hardware) / constants.ARITHMETIC_LATENCY_CYCLES
-
-
-def _is_timed(rows: Reread, hardware: Hardware) -> bool:
-    """Whether it is known how long a block of these rows stays on a full SM."""
-    return bool(rows.cycles) and hardware.vendor == "nvidia"
+def _blocks_seconds(rows: Reread, block: BlockTime, hardware: Hardware) -> float:
+    """Of one block alone, whose weights come from memory wherever its row is, and of all that follow each other on full
+    SMs, with what their threads do with elements. Blocks stay longer where instructions wait longer for each other than
+    where cycles were counted."""
+    waiting = arithmetic_latency_cycles(hardware) / constants.ARITHMETIC_LATENCY_CYCLES
+    alone = block.alone * waiting + rows.accesses * constants.MEMORY_LATENCY_CYCLES
+    waves = rows.rows / rows_in_flight(rows, hardware)
+    elements = rows.rows * rows.threads * rows.element_operations / (issued_lanes(hardware) * hardware.sm_count)
+    cycles = overlap(alone, waves * block.among_others * waiting + elements, constants.VECTOR_OVERLAP)
+    return cycles_to_seconds(cycles, hardware)
 
 
 def _idle_stretch(work: VectorWork, hardware: Hardware) -> float:
@@ -366,9 +363,10 @@ def _idle_stretch(work: VectorWork, hardware: Hardware) -> float:
 def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
     """Time in which the threads of each row combine their partial results and do what is of other kinds than
     arithmetic on its elements, which takes no lanes for fp32 where these are fewer than an SM issues to."""
-    untimed = [(row.rows * threads_of(row, hardware), row) for row in work.rereads if not _is_timed(row, hardware)]
-    combining = sum(threads * row.operations for threads, row in untimed)
-    elements = sum(threads * row.element_operations for threads, row in untimed if not row.cycles)
+    untimed = [row for row in work.rereads if not row.block or hardware.vendor != "nvidia"]
+    threads = [row.rows * threads_of(row, hardware) for row in untimed]
+    combining = sum(count * row.operations for count, row in zip(threads, untimed, strict=True))
+    elements = sum(count * row.element_operations for count, row in zip(threads, untimed, strict=True) if not row.block)
     if not combining + elements:
         return 0.0
     rate = hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
@@ -377,11 +375,6 @@ def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
         rate = min(rate, constants.AMD_LANES_PER_COMPUTE_UNIT * lanes_per_s)
     issued = max(rate, issued_lanes(hardware) * lanes_per_s) if hardware.vendor == "nvidia" else rate
     return combining / rate + elements / issued
-
-
-def _own_seconds(rows: Reread, hardware: Hardware) -> float:
-    """Of the operations on the elements of these rows alone."""
-    return _row_seconds(VectorWork((rows._replace(cycles=0, operations=0),)), hardware)
 
 
 def _vector_class(cost: Cost) -> str:
