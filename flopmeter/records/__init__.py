@@ -63,6 +63,7 @@ from flopmeter.records.work import (
     Planes,
     Recurrence,
     RecurrentWork,
+    Registers,
     Reread,
     Scatter,
     ThreadGrid,

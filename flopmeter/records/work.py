@@ -108,11 +108,15 @@ class AttentionShape(NamedTuple):
 
 
 class BlockTime(NamedTuple):
-    """How long a block with one row stays on an SM of NVIDIA, in clock cycles, and how many blocks such an SM holds."""
+    """How long a block with one row stays on an SM of NVIDIA, in clock cycles."""
 
     alone: int  # beside no others and without its accesses to memory, whose threads do one thing after another
     among_others: int  # on a full SM, until the next is in its place, without operations on elements
-    registers: tuple[tuple[int, int], ...]  # of a thread, by the compute capability that it is compiled for, times ten
+
+
+Registers = tuple[tuple[int, int], ...]
+"""Of a thread, by the compute capability that its kernel is compiled for, times ten, in order: an SM of NVIDIA holds no
+more threads than it has registers for. (): few enough for all that it would hold."""
 
 
 class Reread(NamedTuple):
@@ -133,6 +137,7 @@ class Reread(NamedTuple):
         0  # of each thread on its elements, of every kind: loads, addresses, conversions, functions
     )
     block: BlockTime | None = None  # if it is known; `element_operations` are then of NVIDIA's, `operations` of others'
+    registers: Registers = ()
 
 
 # --- kernels that multiply matrices. `macs` are multiply-adds; one of complex numbers counts as four. ---------------

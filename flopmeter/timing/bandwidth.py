@@ -13,10 +13,10 @@ from flopmeter.records import (
     REDUCTION,
     SORTING,
     Access,
-    BlockTime,
     Cost,
     FormulaWork,
     HostCopy,
+    Registers,
     Reread,
     Scatter,
     VectorWork,
@@ -98,21 +98,20 @@ def cache_bytes_per_s(hardware: Hardware) -> float:
 def rows_in_flight(reread: Reread, hardware: Hardware) -> int:
     """How many rows the device works on at a time, at full occupancy."""
     resident, threads = resident_threads(hardware), threads_of(reread, hardware)
-    if reread.block and hardware.vendor == "nvidia":
-        resident = min(resident, _threads_by_registers(reread.block, hardware))
+    if reread.registers and hardware.vendor == "nvidia":
+        resident = min(resident, _threads_by_registers(reread.registers, hardware))
     rows_of_block = max(1, constants.LEAST_BLOCK_THREADS // threads)
     return hardware.sm_count * min(max(1, resident // threads), constants.MOST_BLOCKS_PER_SM * rows_of_block)
 
 
-def _threads_by_registers(block: BlockTime, hardware: Hardware) -> int:
+def _threads_by_registers(of_thread: Registers, hardware: Hardware) -> int:
     """How many threads an SM has registers for, if the library's newest kernel that the device can run is taken."""
     major, minor = hardware.compute_capability or (0, 0)
-    oldest, *_ = block.registers
-    compiled = [registers for capability, registers in block.registers if capability <= 10 * major + minor]
-    registers = compiled[-1] if compiled else oldest[1]
-    return constants.REGISTERS_OF_SM // (
-        ceil(registers / constants.REGISTERS_AT_A_TIME) * constants.REGISTERS_AT_A_TIME
-    )
+    (_, registers), *_ = of_thread
+    for capability, compiled in of_thread:
+        registers = compiled if capability <= 10 * major + minor else registers
+    granted = ceil(registers / constants.REGISTERS_AT_A_TIME) * constants.REGISTERS_AT_A_TIME
+    return constants.REGISTERS_OF_SM // granted
 
 
 def resident_threads(hardware: Hardware) -> int:

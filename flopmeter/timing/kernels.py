@@ -337,8 +337,11 @@ def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tup
         step = cycles_to_seconds(arithmetic_latency_cycles(hardware), hardware)
         accesses = rows.accesses * rows.threads / threads_of(rows, hardware)
         of_row = accesses * access + (rows.operations + rows.element_operations * (not rows.block)) * step
-        waves = max(1.0, rows.rows / rows_in_flight(rows, hardware))
-        first, others = max(first, of_row), max(others, (waves - 1.0) * of_row)
+        later = max(0.0, rows.rows / rows_in_flight(rows, hardware) - 1.0)
+        own = 0.0
+        if hardware.vendor == "nvidia":  # an SM that holds one row cannot go on with another meanwhile
+            own = cycles_to_seconds(rows.threads * rows.element_operations / issued_lanes(hardware), hardware)
+        first, others = max(first, of_row), max(others, later * (of_row + own))
     return first, others
 
 

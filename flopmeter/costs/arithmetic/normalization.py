@@ -12,7 +12,7 @@ import torch
 
 from flopmeter.costs.index_arithmetic import index_operations
 from flopmeter.costs.rules import in_one_piece, make_cost, rule
-from flopmeter.records import NORMALIZATION, BlockTime, Call, Cost, Reread, TensorSpec, ThreadGrid
+from flopmeter.records import NORMALIZATION, BlockTime, Call, Cost, Registers, Reread, TensorSpec, ThreadGrid
 from flopmeter.records.memory_format import is_channels_last
 from flopmeter.records.powers_of_two import power_of_two_from, power_of_two_up_to
 from flopmeter.torch_names.operators import aten
@@ -54,7 +54,7 @@ WELFORD_OPERATIONS = 10
 
 class _RowKernel(NamedTuple):
     """The kernel for aligned rows: operations of a thread to combine its result with others', to add an element to it,
-    and all on an element; cycles in which a block alone combines, and adds an element; the rest as in `BlockTime`."""
+    and all on an element; cycles in which a block alone combines, and adds an element; the rest as in the records."""
 
     combining: int
     updating: int
@@ -62,7 +62,7 @@ class _RowKernel(NamedTuple):
     combining_cycles: int
     element_cycles: int
     among_others: int
-    registers: tuple[tuple[int, int], ...]
+    registers: Registers
 
 
 # Registers as torch 2.11's library for CUDA 13 states them; a profile lists the same. On an H100 those of layer norm in
@@ -313,8 +313,8 @@ def _forward_rows(call: Call, x: TensorSpec, kernel: _RowKernel) -> tuple[Reread
     elements = ceil(prod(call.argument("normalized_shape")) / LAYER_NORM_THREADS)
     (rows,) = _row_rereads(call, x, 1, kernel.combining + kernel.updating * elements)
     alone = kernel.combining_cycles + kernel.element_cycles * elements
-    block = BlockTime(alone, kernel.among_others, kernel.registers)
-    return (rows._replace(element_operations=kernel.operations * elements, block=block),)
+    block, issued = BlockTime(alone, kernel.among_others), kernel.operations * elements
+    return (rows._replace(element_operations=issued, block=block, registers=kernel.registers),)
 
 
 def _over_rows(call: Call, x: TensorSpec, loads: int) -> tuple[Reread, ...]:
