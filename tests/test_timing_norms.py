@@ -84,6 +84,24 @@ def test_a_kernel_whose_registers_leave_room_for_fewer_blocks_takes_as_many_more
     assert seconds("a100-sxm4-80gb", FP32) / seconds("a100-sxm4-80gb", BF16) == pytest.approx(1, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("device", "rows", "columns", "dtype", "microseconds"),
+    [
+        (H100, 4096, 4096, BF16, 55.7),
+        (H100, 3137, 3137, FP32, 41.7),
+        (H100, 2048, 8192, BF16, 69.0),
+        (H100, 2048, 8192, FP32, 75.9),
+        (H200, 6000, 2560, BF16, 61.9),
+        (H200, 3000, 5120, FP32, 51.1),
+    ],
+)
+def test_a_softmax_of_rows_in_registers_takes_what_a_hopper_takes(device, rows, columns, dtype, microseconds):
+    """A block of 1,024 threads for each row, two on an SM, or one where a thread keeps eight elements in 37 registers:
+    1,024 times 40 is more than half of 65,536."""
+    timing = last(lambda: meta(rows, columns, dtype=dtype).softmax(-1), device)
+    assert timing.seconds * 1e6 == pytest.approx(microseconds, rel=0.12)
+
+
 BATCH_NORMS = [  # shape, whether in channels-last, dtype, microseconds of the forward and of the backward pass
     ((256, 64, 112, 112), False, BF16, 3104, 5775),
     ((256, 64, 112, 112), True, BF16, 1223, 1004),
