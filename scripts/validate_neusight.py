@@ -95,7 +95,7 @@ def operator_report(line: Line, program: Program, device: Hardware) -> Report:
 
 @contextmanager
 def kernels_of_torch_2_1() -> Iterator[None]:
-    """What NeuSight measured has no kernels of softmax that keep rows of more than 1,024 elements in registers, and more
+    """What NeuSight measured has no kernels of softmax that keep rows of over 1,024 elements in registers, and more
     registers in those of layer norm (as the library of torch 2.1 for CUDA 12.1 states them)."""
     newer = softmax.FORWARD, softmax.FORWARD_LOG
     older = (kernels._replace(longest_in_warp=1024, longest_in_block=0) for kernels in newer)
