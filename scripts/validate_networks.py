@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from measured_programs import attention_of_2023
-from validate_neusight import PROFILES, softmax_of_torch_2_1
+from validate_neusight import PROFILES, kernels_of_torch_2_1
 from validation_rows import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, load_hardware, on_meta
@@ -41,7 +41,7 @@ def _row(line: Line, meters: dict[tuple[str, ...], FlopMeter]) -> Row:
     program = (line["model"], line["config"], line["mode"], line["seq"], line["batch"])
     if program not in meters:  # fp32 eager programs dispatch alike on all of these devices
         meters[program] = _meter(line)
-    with softmax_of_torch_2_1():
+    with kernels_of_torch_2_1():
         report = meters[program].report(hardware=device)
     bounds = uncertainty(report.timings, report.seconds, device)
     return Row(

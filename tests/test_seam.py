@@ -82,6 +82,8 @@ def odds_and_ends() -> None:
     F.interpolate(images, scale_factor=2, mode="bilinear")
     nn.BatchNorm2d(4, device="meta").eval()(images.to(memory_format=torch.channels_last))
     meta(64, 8192).softmax(-1)
+    F.layer_norm(meta(8, 64), [64])
+    F.rms_norm(meta(8, 64), [64])
     meta(16, 8).index_add_(0, on_meta(torch.arange(4)), meta(4, 8))
     meta(64, 32)[on_meta(torch.arange(20))]
     meta(64, 32).t().contiguous()

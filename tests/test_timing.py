@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.costs import costs_of
+from flopmeter.costs.arithmetic import normalization
 
 A100 = load_hardware("a100-sxm4-80gb")
 
@@ -389,10 +390,13 @@ MEASURED_ROWS = {
 }
 
 
-def test_nine_of_ten_row_kernels_take_what_was_measured_to_a_fifth():
+def test_nine_of_ten_row_kernels_take_what_was_measured_to_a_fifth(monkeypatch):
     """From rows that stay in registers or in the cache to rows that are read two or three times, and short ones whose
-    threads do little but combine what they have. (Softmax of 1,025 to 9,216 elements had other kernels in torch 2.1.)
+    threads do little but combine what they have. (Softmax of 1,025 to 9,216 elements had other kernels in torch 2.1,
+    and the layer norm more registers, as its library states them.)
     """
+    registers = ((60, 44), (70, 40), (80, 38))
+    monkeypatch.setattr(normalization, "LAYER_NORM_FP32", normalization.LAYER_NORM_FP32._replace(registers=registers))
     errors = {}
     for (operator, device, rows, columns), measured in MEASURED_ROWS.items():
         x = meta(rows, columns, dtype=torch.float32)

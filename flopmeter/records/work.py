@@ -107,6 +107,18 @@ class AttentionShape(NamedTuple):
         return sum(count * keys for count, _, keys in self.sizes)
 
 
+class BlockTime(NamedTuple):
+    """How long a block with one row stays on an SM of NVIDIA, in clock cycles."""
+
+    alone: int  # beside no others and without its accesses to memory, whose threads do one thing after another
+    among_others: int  # on a full SM, until the next is in its place, without operations on elements
+
+
+Registers = tuple[tuple[int, int], ...]
+"""Of a thread, by the compute capability that its kernel is compiled for, times ten, in order: an SM of NVIDIA holds no
+more threads than it has registers for. (): few enough for all that it would hold."""
+
+
 class Reread(NamedTuple):
     """How a kernel with a block of threads for each row works, and what it reads a second time. Whether a second read
     hits the L2 cache depends on the device: all rows that its SMs work on at a time, with `threads` threads each, share
@@ -124,6 +136,8 @@ class Reread(NamedTuple):
     element_operations: int = (
         0  # of each thread on its elements, of every kind: loads, addresses, conversions, functions
     )
+    block: BlockTime | None = None  # if it is known; `element_operations` are then of NVIDIA's, `operations` of others'
+    registers: Registers = ()
 
 
 # --- kernels that multiply matrices. `macs` are multiply-adds; one of complex numbers counts as four. ---------------

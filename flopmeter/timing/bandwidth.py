@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from flopmeter.costs.index_arithmetic import ELEMENT_THREADS
 from flopmeter.costs.scatter import LINE_BYTES, SECTOR_BYTES
 from flopmeter.device.hardware import Hardware
@@ -14,6 +16,7 @@ from flopmeter.records import (
     Cost,
     FormulaWork,
     HostCopy,
+    Registers,
     Reread,
     Scatter,
     VectorWork,
@@ -95,8 +98,20 @@ def cache_bytes_per_s(hardware: Hardware) -> float:
 def rows_in_flight(reread: Reread, hardware: Hardware) -> int:
     """How many rows the device works on at a time, at full occupancy."""
     resident, threads = resident_threads(hardware), threads_of(reread, hardware)
+    if reread.registers and hardware.vendor == "nvidia":
+        resident = min(resident, _threads_by_registers(reread.registers, hardware))
     rows_of_block = max(1, constants.LEAST_BLOCK_THREADS // threads)
     return hardware.sm_count * min(max(1, resident // threads), constants.MOST_BLOCKS_PER_SM * rows_of_block)
+
+
+def _threads_by_registers(of_thread: Registers, hardware: Hardware) -> int:
+    """How many threads an SM has registers for, if the library's newest kernel that the device can run is taken."""
+    major, minor = hardware.compute_capability or (0, 0)
+    (_, registers), *_ = of_thread
+    for capability, compiled in of_thread:
+        registers = compiled if capability <= 10 * major + minor else registers
+    granted = ceil(registers / constants.REGISTERS_AT_A_TIME) * constants.REGISTERS_AT_A_TIME
+    return constants.REGISTERS_OF_SM // granted
 
 
 def resident_threads(hardware: Hardware) -> int:
@@ -109,6 +124,18 @@ def resident_threads(hardware: Hardware) -> int:
 def threads_of(reread: Reread, hardware: Hardware) -> int:
     """How many threads work on one row."""
     return reread.amd_threads if hardware.vendor == "amd" and reread.amd_threads else reread.threads
+
+
+def arithmetic_latency_cycles(hardware: Hardware) -> int:
+    """From an arithmetic instruction to one that needs its result."""
+    is_pascal = (hardware.compute_capability or (0, 0))[0] == 6
+    return constants.PASCAL_LATENCY_CYCLES if is_pascal else constants.ARITHMETIC_LATENCY_CYCLES
+
+
+def issued_lanes(hardware: Hardware) -> int:
+    """Threads of whose instructions an SM of NVIDIA starts one in a cycle."""
+    capability = hardware.compute_capability or (0, 0)
+    return constants.ISSUED_LANES_BY_CAPABILITY.get(capability, constants.ISSUED_LANES_PER_SM)
 
 
 def clock_hz(hardware: Hardware) -> float:

@@ -251,10 +251,10 @@ NARROW_SHARE = 0.94
 
 # Clock cycles from a load until its data is there: from memory (466 on A100, 479 on H100, 542 on RTX 4090) and from the
 # L2 cache (262, 263, 273; Luo et al., arXiv 2402.13499, table of latencies), and from one arithmetic instruction to the
-# next that needs its result (4 since Volta; Jia et al., arXiv 1804.06826).
+# next that needs its result (4 since Volta, 6 on Pascal; Jia et al., arXiv 1804.06826).
 MEMORY_LATENCY_CYCLES = 480
 CACHE_LATENCY_CYCLES = 265
-ARITHMETIC_LATENCY_CYCLES = 4
+ARITHMETIC_LATENCY_CYCLES, PASCAL_LATENCY_CYCLES = 4, 6
 
 # Clock cycles of a step of a thread that loads, computes little and loads again, beside other threads that do so, from
 # memory and from the L2 cache: 742 and 306 in cumsum over 64 rows, 817 and 335 in a norm of 65,536 elements, 752 in
@@ -284,8 +284,11 @@ RESIDENT_THREADS_BY_CAPABILITY = {
     (7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536,
 }  # fmt: skip
 MOST_BLOCKS_PER_SM = 32
+# Registers of an SM, and how many of them a thread gets at a time (the same table, and CUDA's occupancy calculator).
+REGISTERS_OF_SM, REGISTERS_AT_A_TIME = 64 * 1024, 8
 THREAD_BYTES = 16  # that a thread of torch's kernels for plain tensors takes in one load (MemoryAccess.cuh)
 ISSUED_LANES_PER_SM = 128  # an instruction for 32 threads from each of four schedulers in a cycle, of any kind
+ISSUED_LANES_BY_CAPABILITY = {(6, 0): 64}  # two schedulers (CUDA C++ Programming Guide, 'Compute Capability 6.x')
 LEAST_BLOCK_THREADS = 128  # of torch's kernels: a block holds several rows of fewer threads (PersistentSoftmax.cuh)
 
 # Second reads begin to miss the L2 cache when the rows in flight fill more than this share of it, and all of them miss

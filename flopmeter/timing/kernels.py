@@ -10,6 +10,7 @@ from flopmeter.device.hardware import Hardware, Peak
 from flopmeter.records import (
     ELEMENTWISE,
     AttentionWork,
+    BlockTime,
     ConvolutionWork,
     Cost,
     FormulaWork,
@@ -30,10 +31,12 @@ from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.bandwidth import (
     access_seconds,
+    arithmetic_latency_cycles,
     cache_bytes_per_s,
     clock_hz,
     cycles_to_seconds,
     integer_seconds,
+    issued_lanes,
     memory_seconds,
     miss_share,
     narrow_unit_seconds,
@@ -328,12 +331,30 @@ def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tup
     access = access_seconds(cached_share, hardware)
     first, others = access, 0.0
     for rows in work.rereads:
-        step = cycles_to_seconds(constants.ARITHMETIC_LATENCY_CYCLES, hardware)
+        if rows.block and hardware.vendor == "nvidia":
+            others = max(others, _blocks_seconds(rows, rows.block, hardware))
+            continue
+        step = cycles_to_seconds(arithmetic_latency_cycles(hardware), hardware)
         accesses = rows.accesses * rows.threads / threads_of(rows, hardware)
-        of_row = accesses * access + (rows.operations + rows.element_operations) * step
-        waves = max(1.0, rows.rows / rows_in_flight(rows, hardware))
-        first, others = max(first, of_row), max(others, (waves - 1.0) * of_row)
+        of_row = accesses * access + (rows.operations + rows.element_operations * (not rows.block)) * step
+        later = max(0.0, rows.rows / rows_in_flight(rows, hardware) - 1.0)
+        own = 0.0
+        if hardware.vendor == "nvidia":  # an SM that holds one row cannot go on with another meanwhile
+            own = cycles_to_seconds(rows.threads * rows.element_operations / issued_lanes(hardware), hardware)
+        first, others = max(first, of_row), max(others, later * (of_row + own))
     return first, others
+
+
+def _blocks_seconds(rows: Reread, block: BlockTime, hardware: Hardware) -> float:
+    """Of one block alone, whose weights come from memory wherever its row is, and of all that follow each other on full
+    SMs, with what their threads do with elements. Blocks stay longer where instructions wait longer for each other than
+    where cycles were counted."""
+    waiting = arithmetic_latency_cycles(hardware) / constants.ARITHMETIC_LATENCY_CYCLES
+    alone = block.alone * waiting + rows.accesses * constants.MEMORY_LATENCY_CYCLES
+    waves = rows.rows / rows_in_flight(rows, hardware)
+    elements = rows.rows * rows.threads * rows.element_operations / (issued_lanes(hardware) * hardware.sm_count)
+    cycles = overlap(alone, waves * block.among_others * waiting + elements, constants.VECTOR_OVERLAP)
+    return cycles_to_seconds(cycles, hardware)
 
 
 def _idle_stretch(work: VectorWork, hardware: Hardware) -> float:
@@ -345,16 +366,17 @@ def _idle_stretch(work: VectorWork, hardware: Hardware) -> float:
 def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
     """Time in which the threads of each row combine their partial results and do what is of other kinds than
     arithmetic on its elements, which takes no lanes for fp32 where these are fewer than an SM issues to."""
-    threads = [row.rows * threads_of(row, hardware) for row in work.rereads]
-    combining = sum(count * row.operations for count, row in zip(threads, work.rereads, strict=True))
-    elements = sum(count * row.element_operations for count, row in zip(threads, work.rereads, strict=True))
+    untimed = [row for row in work.rereads if not row.block or hardware.vendor != "nvidia"]
+    threads = [row.rows * threads_of(row, hardware) for row in untimed]
+    combining = sum(count * row.operations for count, row in zip(threads, untimed, strict=True))
+    elements = sum(count * row.element_operations for count, row in zip(threads, untimed, strict=True) if not row.block)
     if not combining + elements:
         return 0.0
     rate = hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
     lanes_per_s = hardware.sm_count * clock_hz(hardware)
     if hardware.vendor == "amd":
         rate = min(rate, constants.AMD_LANES_PER_COMPUTE_UNIT * lanes_per_s)
-    issued = max(rate, constants.ISSUED_LANES_PER_SM * lanes_per_s) if hardware.vendor == "nvidia" else rate
+    issued = max(rate, issued_lanes(hardware) * lanes_per_s) if hardware.vendor == "nvidia" else rate
     return combining / rate + elements / issued
 
 

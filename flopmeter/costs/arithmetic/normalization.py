@@ -6,10 +6,13 @@ FLOPs per element; the statistics' own work per row or channel is left out, as i
 from __future__ import annotations
 
 from math import ceil, prod
+from typing import NamedTuple
+
+import torch
 
 from flopmeter.costs.index_arithmetic import index_operations
 from flopmeter.costs.rules import in_one_piece, make_cost, rule
-from flopmeter.records import NORMALIZATION, Call, Cost, Reread, TensorSpec, ThreadGrid
+from flopmeter.records import NORMALIZATION, BlockTime, Call, Cost, Registers, Reread, TensorSpec, ThreadGrid
 from flopmeter.records.memory_format import is_channels_last
 from flopmeter.records.powers_of_two import power_of_two_from, power_of_two_up_to
 from flopmeter.torch_names.operators import aten
@@ -47,6 +50,34 @@ OPERATIONS_OF_LOAD = 4
 # Operations of a thread on each of its elements: it updates the mean and the sum of squares, with a reciprocal
 # (cuWelfordOnlineSum).
 WELFORD_OPERATIONS = 10
+
+
+class _RowKernel(NamedTuple):
+    """The kernel for aligned rows: operations of a thread to combine its result with others', to add an element to it,
+    and all on an element; cycles in which a block alone combines, and adds an element; the rest as in the records."""
+
+    combining: int
+    updating: int
+    operations: int
+    combining_cycles: int
+    element_cycles: int
+    among_others: int
+    registers: Registers
+
+
+# Registers as torch 2.11's library for CUDA 13 states them; a profile lists the same. On an H100 those of layer norm in
+# fp32 leave room for 12 blocks, others for 16: a million rows of 32 take 1,519 and 1,134 µs, so that a block stays as
+# long in both. Cycles and operations are set there (torch 2.11, 2026-11: validation/traces, h100_kernels_norm, rows of
+# 32 to 8,192). Of the operations on an element the compiled code has 15 for the mean and about 12 to apply it; a weight
+# is loaded by itself, so that a warp touches four cache lines for 32 of them in fp32 and two in 16 bits.
+LAYER_NORM = _RowKernel(
+    OPERATIONS_TO_COMBINE, WELFORD_OPERATIONS, 45, 2100, 91, 4050, ((75, 34), (80, 31), (90, 32), (100, 38), (120, 40))
+)
+LAYER_NORM_FP32 = LAYER_NORM._replace(
+    operations=56, registers=((75, 39), (80, 32), (86, 37), (90, 39), (100, 40), (120, 44))
+)
+RMS_NORM = _RowKernel(OPERATIONS_TO_ADD, 0, 15, 680, 0, 2600, ((75, 25), (100, 32), (120, 38)))
+RMS_NORM_FP32 = RMS_NORM._replace(operations=25, registers=((75, 36), (80, 32), (86, 36), (90, 32), (100, 40)))
 # Batch norm (Normalization.cuh). Kernels for channels-last load four elements at a time; a thread takes 16, or more if
 # there were more than 128 blocks for 32 channels. In NCHW torch's kernels have at most so many blocks.
 COLUMN_LOADS = 4
@@ -70,7 +101,8 @@ CUDNN_BLOCKS_OF_IMAGE = 13
 def layer_norm(call: Call) -> Cost:
     """Sum 1, sum of squares 2, centre 1, divide 1, then weight 1 and bias 1 where there are any."""
     x, *affine = call.inputs
-    rereads = _row_rereads(call, x, 1, _to_combine(call)) if _is_aligned(call) else _element_by_element(call, x)
+    kernel = LAYER_NORM_FP32 if x.dtype == torch.float32 else LAYER_NORM
+    rereads = _forward_rows(call, x, kernel) if _is_aligned(call) else _element_by_element(call, x)
     return make_cost(call, NORMALIZATION, (5 + len(affine)) * x.numel, rereads=rereads)
 
 
@@ -134,7 +166,8 @@ def _wanted(call: Call) -> int:
 def rms_norm(call: Call) -> Cost:
     """Square and sum 2, multiply by the reciprocal root 1, weight 1."""
     x, *weight = call.inputs
-    rereads = _row_rereads(call, x, 1, OPERATIONS_TO_ADD) if _is_aligned(call) else _element_by_element(call, x)
+    kernel = RMS_NORM_FP32 if x.dtype == torch.float32 else RMS_NORM
+    rereads = _forward_rows(call, x, kernel) if _is_aligned(call) else _element_by_element(call, x)
     return make_cost(call, NORMALIZATION, (3 + len(weight)) * x.numel, rereads=rereads)
 
 
@@ -276,10 +309,12 @@ def _element_by_element(call: Call, x: TensorSpec) -> tuple[Reread, Reread]:
     return _moments(x, rows), applied
 
 
-def _to_combine(call: Call) -> int:
-    """Operations of a thread of a layer norm: of its elements, and of the threads of a row."""
-    columns = max(1, prod(call.argument("normalized_shape")))
-    return OPERATIONS_TO_COMBINE + WELFORD_OPERATIONS * ceil(columns / LAYER_NORM_THREADS)
+def _forward_rows(call: Call, x: TensorSpec, kernel: _RowKernel) -> tuple[Reread, ...]:
+    elements = ceil(prod(call.argument("normalized_shape")) / LAYER_NORM_THREADS)
+    (rows,) = _row_rereads(call, x, 1, kernel.combining + kernel.updating * elements)
+    alone = kernel.combining_cycles + kernel.element_cycles * elements
+    block, issued = BlockTime(alone, kernel.among_others), kernel.operations * elements
+    return (rows._replace(element_operations=issued, block=block, registers=kernel.registers),)
 
 
 def _over_rows(call: Call, x: TensorSpec, loads: int) -> tuple[Reread, ...]:

@@ -28,6 +28,9 @@ OPERATIONS_OF_SHUFFLES = 25
 STEPS_OF_WARP = 5  # 32 lanes, then 16, down to one
 # A block of 1024 threads does so in two stages, and computes each exponential twice.
 REGISTER_ELEMENT_OPERATIONS = 72
+# From so many elements of a thread on these kernels take more than 32 registers for each, at most 48, by the compute
+# capability that they are compiled for, times ten (torch 2.11's library for CUDA 13): an SM holds one block.
+MORE_REGISTERS = ((75, 7), (80, 8), (90, 7), (100, 5))
 
 
 class _Kernels(NamedTuple):
@@ -107,13 +110,21 @@ def _threads(call: Call, x: TensorSpec, kernels: _Kernels) -> tuple[tuple[Reread
         combining = combining * steps // STEPS_OF_WARP
         return (Reread(0, rows, row_bytes, threads, combining, 1, element_operations=elements),), None
     if columns <= kernels.longest_in_block:
-        elements = REGISTER_ELEMENT_OPERATIONS * ceil(columns / MOST_THREADS)
-        return (Reread(0, rows, row_bytes, MOST_THREADS, 2 * combining, 1, element_operations=elements),), None
+        return (_in_registers(columns, rows, row_bytes, 2 * combining),), None
     loads = min(MOST_THREADS, row_bytes // LOAD_BYTES)
     threads = max(WARP_THREADS, power_of_two_up_to(loads - 1))  # in [loads / 2, loads)
     accesses = (1 + kernels.passes) * ceil(row_bytes / (threads * LOAD_BYTES))
     # On AMD a full block, as a trace on an MI300X shows (AMD-AGI/TraceLens).
     return (Reread(again, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, MOST_THREADS),), None
+
+
+def _in_registers(columns: int, rows: int, row_bytes: int, combining: int) -> Reread:
+    """A block for each row, whose threads keep it in their registers (cunn_SoftMaxForwardReg). Warps that have no
+    element go on."""
+    most = ceil(columns / MOST_THREADS)
+    registers = tuple((built, 48 if most >= least else 32) for built, least in MORE_REGISTERS)
+    operations = REGISTER_ELEMENT_OPERATIONS * columns // MOST_THREADS
+    return Reread(0, rows, row_bytes, MOST_THREADS, combining, 1, element_operations=operations, registers=registers)
 
 
 def _grid(outer: int, columns: int, inner: int, passes: int) -> ThreadGrid:
