@@ -99,6 +99,40 @@ def test_blocks_of_causal_and_window_masks_are_those_of_the_dense_mask(length, s
     assert blocks.masked_pairs == pairs - full * 128 * 128
 
 
+@pytest.mark.parametrize("size", [(128, 256), (256, 128)])
+@pytest.mark.parametrize(("queries", "keys"), [(512, 1024), (1000, 600)])
+def test_blocks_that_are_no_squares_are_counted_by_their_own_rows_and_columns(size, queries, keys):
+    def program():
+        with torch.no_grad():
+            mask = create_block_mask(window(300), None, None, queries, keys, device="meta", BLOCK_SIZE=size)
+            compiled(*qkv(keys, queries=queries), block_mask=mask)
+
+    found = metered(program).trace.ops[-1].call.body.blocks
+    at = torch.arange(max(queries, keys))
+    dense = ((at[:, None] >= at) & (at[:, None] - at < 300))[:queries, :keys]
+    blocks = [block for rows in dense.split(size[0]) for block in rows.split(size[1], dim=1)]
+    assert found.computed == sum(bool(block.any()) for block in blocks)
+    assert found.pairs == sum(block.numel() for block in blocks if block.any())
+    mask = band(found, queries, keys)
+    far = at[:, None] - at <= (queries if mask.left is None else mask.left)
+    near = at - at[:, None] <= (keys if mask.right is None else mask.right)
+    in_band = [b for rows in (far & near)[:queries, :keys].split(size[0]) for b in rows.split(size[1], dim=1)]
+    assert sum(bool(block.any()) for block in in_band) == found.computed
+
+
+def test_values_narrower_than_queries_multiply_fewer_columns():
+    """Heads of 64, values of 32: 2 x 4 products of 512 x 512 forward; backward three of 64 and two of 32, one a second
+    time for the scores of each of both kernels."""
+
+    def program():
+        q, k, v = qkv(grad=True)
+        compiled(q, k, v[..., :32]).sum().backward()
+
+    forward, *backward = [cost for cost in flex_costs(metered(program)) if cost.macs]
+    assert forward.macs == 2 * 4 * 512 * 512 * (64 + 32)
+    assert sum(cost.macs for cost in backward) == 2 * 4 * 512 * 512 * (4 * 64 + 3 * 32)
+
+
 def test_documents_count_the_blocks_that_they_touch():
     """Two sequences with other documents each: the ids are known through on_meta."""
     ids = torch.stack([torch.arange(3000) // 700, (torch.arange(3000) >= 1300).long()])
@@ -238,6 +272,24 @@ def test_alibi_adds_a_multiply_and_an_addition_a_score():
         )
     assert biased.flops - plain.flops == 2 * 2 * 4 * 512 * 512
     assert biased.bytes_read - plain.bytes_read == 4 * 4
+
+
+@pytest.mark.parametrize(("train", "passes"), [(False, 1), (True, 2 + 1)])
+def test_what_a_mask_multiplies_is_counted_for_the_pairs_of_blocks_that_it_cuts(train, passes):
+    """Causal over 512 tokens: of ten blocks of 128 the four on the diagonal, for each of 2 x 4 heads; backward again
+    for the gradients of queries and of keys."""
+    slanted = lambda b, h, query, key: query * 0.5 >= key * 0.5  # noqa: E731
+
+    def program(mask_mod):
+        mask = create_block_mask(mask_mod, None, None, 512, 512, device="meta")
+        out = compiled(*qkv(grad=train), block_mask=mask)
+        if train:
+            out.sum().backward()
+
+    plain, multiplied = (
+        sum(cost.flops for cost in flex_costs(metered(lambda mod=mod: program(mod)))) for mod in (causal, slanted)
+    )
+    assert multiplied - plain == passes * 2 * 4 * 4 * 128**2 * 2
 
 
 def test_soft_capping_counts_its_tanh():

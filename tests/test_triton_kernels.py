@@ -281,6 +281,15 @@ def ragged(x_ptr, lengths_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def clipped(x_ptr, limit_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    if tl.load(limit_ptr) > 0:
+        x = tl.exp(x) * 2.0
+    tl.store(out_ptr + at, x)
+
+
+@triton.jit
 def numbered(lengths_ptr, out_ptr, BLOCK: tl.constexpr):
     for start in range(0, tl.load(lengths_ptr + tl.program_id(0)), BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -454,6 +463,17 @@ def test_loops_over_loaded_lengths_are_uncounted_by_name(kernels):
     assert "uncounted: the Triton kernel ragged, for a loop whose bounds are read from memory" in report.notes
     with pytest.raises(UncountedError, match=r"Triton kernel ragged .* a loop whose bounds are read from memory"):
         costs(launch, strict=True)
+
+
+@needs_triton
+def test_a_kernel_that_branches_on_a_value_in_memory_goes_the_longer_way_and_its_report_says_so(kernels):
+    x, limit, out = meta(256, dtype=torch.float32), meta(1, dtype=torch.float32), meta(256, dtype=torch.float32)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        kernels.clipped[(2,)](x, limit, out, BLOCK=128)
+        kernels.scale[(2,)](out, 256, BLOCK=128)
+    report = meter.report()
+    assert [row.flops for row in report.rows("kernel")] == [2 * 256, 256]
+    assert "programs of clipped go the longer way where values in memory decide which" in report.assumptions
 
 
 @needs_triton

@@ -178,5 +178,5 @@ def _blocks_of(mask: Mask, block: tuple[int, int], queries: int, keys: int) -> i
         last = min(first + rows, queries) - 1
         begin = 0 if mask.left is None else max(first - mask.left, 0)
         end = keys if mask.right is None else min(last + mask.right + 1, keys)
-        number += max(ceil(end / columns) - begin // columns, 0)
+        number += ceil(end / columns) - begin // columns if begin < end else 0
     return number
