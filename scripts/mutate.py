@@ -89,25 +89,27 @@ class _Chosen:
 class _Mutant(importlib.machinery.SourceFileLoader):
     """Runs the mutant in place of the file."""
 
-    source = ""
+    def __init__(self, module: str, path: Path, source: str):
+        super().__init__(module, str(path))
+        self.source = source
 
     def get_code(self, fullname: str) -> CodeType:
         return compile(self.source, self.path, "exec")
 
 
-class _Import(importlib.abc.MetaPathFinder):
-    """Finds the module that has the mutant."""
+class Import(importlib.abc.MetaPathFinder):
+    """Loads these modules otherwise than from their files."""
 
-    def __init__(self, module: str, path: Path, source: str):
-        self.module, self.path = module, path
-        self.loader = _Mutant(module, str(path))
-        self.loader.source = source
+    def __init__(self, *loaders: importlib.machinery.SourceFileLoader):
+        self.loaders = {loader.name: loader for loader in loaders}
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.module:
+        loader = self.loaders.get(fullname)
+        if loader is None:
             return None
-        inside = [str(self.path.parent)] if self.path.name == "__init__.py" else None
-        return spec_from_file_location(fullname, self.path, loader=self.loader, submodule_search_locations=inside)
+        file = Path(loader.path)
+        inside = [str(file.parent)] if file.name == "__init__.py" else None
+        return spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=inside)
 
 
 def attempt(mutant: Mutant, parts: tuple[list[str], ...], seconds: float) -> int:
@@ -118,7 +120,7 @@ def attempt(mutant: Mutant, parts: tuple[list[str], ...], seconds: float) -> int
     signal.alarm(int(10 * seconds))  # for one that waits
     path = Path(mutant.file).absolute()
     source = mutated(path.read_text(encoding="utf-8"), mutant.kind, mutant.place)
-    sys.meta_path.insert(0, _Import(module_of(mutant.file), path, source))
+    sys.meta_path.insert(0, Import(_Mutant(module_of(mutant.file), path, source)))
     for tests in filter(None, parts):
         chosen = _Chosen(tests)
         status = run_tests(sorted({*map(file_of, tests)}), "-x", plugin=chosen)

@@ -103,7 +103,13 @@ def _clear_caches() -> None:
 
 
 def measure_all(copy: Path, only: list[str], jobs: int) -> Reached:
-    """What every test that counts reaches. Each of the processes takes the next file of tests when it is done with one,
+    """What every test that counts reaches."""
+    parts = in_turn(copy, only, jobs, functools.partial(measure, copy))
+    return merged(Reached(*json.loads(part.read_text(encoding="utf-8"))) for part in parts)
+
+
+def in_turn(copy: Path, only: list[str], jobs: int, work: Callable[[Path, Iterator[str]], int]) -> list[Path]:
+    """What processes write that run all tests that count. Each takes the next file of tests when it is done with one,
     since some take a hundred times as long as others; the recorded prices, which take longest, come first."""
     every = (path for path in sorted((copy / "tests").glob("test_*.py")) if path.stem not in LEFT_OUT)
     files = [f"tests/{path.name}" for path in every if not only or path.name in only]
@@ -118,12 +124,12 @@ def measure_all(copy: Path, only: list[str], jobs: int) -> Reached:
                 return
             yield files[number]
 
-    parts = [copy / f"reached-{number}.json" for number in range(jobs)]
-    running = [in_child(functools.partial(measure, copy, part, left())) for part in parts]
+    parts = [copy / f"found-{number}.json" for number in range(jobs)]
+    running = [in_child(functools.partial(work, part, left())) for part in parts]
     statuses = [os.waitpid(pid, 0)[1] for pid in running]
     if any(statuses):
-        sys.exit("what tests reach: a process ended early")
-    return merged(Reached(*json.loads(part.read_text(encoding="utf-8"))) for part in parts)
+        sys.exit("a process that runs tests ended early")
+    return parts
 
 
 def merged(parts: Iterable[Reached]) -> Reached:
