@@ -373,7 +373,7 @@ def work(**changes):
         "tokens_per_step": 1.0,
         "prefill": 0.2,
         "chunks": 0,
-        "alone": 0.01,
+        "longer": lambda batch: 0.0,  # a chunk reads the weights, which are all of a step
     }
     return RequestWork(**facts | changes)
 
@@ -413,7 +413,7 @@ def simulated_seconds(requests, service, away):
 @pytest.mark.parametrize("output", [201, 2001, 20001])
 def test_the_wait_for_other_prefills_is_that_of_a_simulated_queue(requests, output):
     """From a server that does little but prefill to one that seldom does."""
-    served = load(work(output=output, chunks=4, alone=0.01), requests)
+    served = load(work(output=output, chunks=4), requests)
     expected = simulated_seconds(requests, 0.2, (output - 1) * served.tpot_seconds)
     half_a_step = 0.01 / 2 * (requests - 1) / requests
     assert served.ttft_seconds - half_a_step == pytest.approx(expected, rel=0.15)
@@ -437,6 +437,17 @@ def test_requests_of_one_token_are_prefills_one_after_the_other():
 def test_chunks_read_the_weights_with_decoding():
     cut = load(work(chunks=4), 10)
     assert cut.tpot_seconds == pytest.approx(0.01 + 9 * (0.2 - 4 * 0.01) / 100)
+
+
+def test_where_the_host_holds_up_one_request_alone_many_take_no_less_time_than_with_graphs():
+    """But for the copies of inputs into a graph, of .1 ms a step."""
+    model = config(num_hidden_layers=8, hidden_size=2048, intermediate_size=5632, num_attention_heads=16)
+    modes = "cudagraph", "compiled"
+    rows = (served(("h200-sxm-141gb",), model=model, prompt=2048, output=256, mode=mode).rows[0] for mode in modes)
+    graphs, compiled = ({point.batch: point.tpot_seconds for point in row.points} for row in rows)
+    assert compiled[1] > 2 * graphs[1]
+    for batch in sorted(graphs.keys() & compiled.keys()):
+        assert compiled[batch] > graphs[batch] - 0.0002
 
 
 def test_the_power_limit_bounds_the_rate():

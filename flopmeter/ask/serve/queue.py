@@ -15,9 +15,11 @@ finishes once and lets another one begin, whose prefill costs x seconds; by Litt
 No request is faster than the power limit gives the energy of all b.
 
 Prefill as one step of P seconds stops decoding: x = P, and the request's own prefill takes T = P. Cut into n chunks of
-p seconds that run in the same steps as decoding, it reads the weights with it, which is d of each, the step of one
-sequence alone: x = n (p - d), and T = n (p + (D - d) (b - 1) / b). A last chunk that is not full is shared with the
-next prompt, so n is no whole number; c prompts go into one chunk. More chunks than steps there cannot be: r <= c / T.
+p seconds that run in the same steps as decoding, it reads the weights with it. Such a step takes l longer than the
+chunk, which is D - d where the device never waits for the host, with d for the step of one sequence alone, whose time
+is that of the weights: x = n (p + l - D), and T = n (p + l (b - 1) / b). A last chunk that is not full is shared with
+the next prompt, so n is no whole number; c prompts go into one chunk. More chunks than steps there cannot be:
+r <= c / T.
 
 In front of a prefill stand half a step of decoding and the prefills of others, each of S = T / c. These are the b - 1
 requests of which each comes back Z = (output - 1) TPOT after its own, at random; so the time at prefill is R in
@@ -51,7 +53,7 @@ class RequestWork(NamedTuple):
     tokens_per_step: float  # E above
     prefill: float  # seconds of all its chunks, or of one step
     chunks: float  # n above; 0: prefill stops decoding
-    alone: float  # d above
+    longer: Callable[[float], float]  # l above, by how many requests share a step
     is_apart: bool = False  # GPUs of their own for prefill
     by_power: Callable[[int], float] = lambda _: 0.0  # least seconds of all b requests under the power limit, by b
     at_once: float = 1.0  # prompts that go into one chunk: c above
@@ -79,8 +81,9 @@ def load(work: RequestWork, batch: int) -> Load:
     """The server's load."""
     step = work.decode(batch)
     others = (batch - 1) / batch
-    own = work.prefill + work.chunks * max(0.0, step - work.alone) * others
-    extra = 0.0 if work.is_apart else max(0.0, work.prefill - work.chunks * work.alone)
+    longer = work.longer(batch) if work.chunks else 0.0
+    own = work.prefill + work.chunks * longer * others
+    extra = 0.0 if work.is_apart else max(0.0, work.prefill + work.chunks * (longer - step))
     before = 0.0 if work.is_apart else own  # what a request spends on the GPUs that decode, before they do
     after = work.output - 1
     decoding = max(after * step / work.tokens_per_step + extra * (batch - 1), work.by_power(batch) - before)

@@ -289,19 +289,20 @@ class _Server:
         draft = self._draft.cost(self._device, 1, self._chunk, before)
         return own.after(draft)._replace(working_bytes=max(own.working_bytes, draft.working_bytes))
 
-    def _decode(self, batch: float) -> tuple[float, float | None]:
-        """Seconds and joules of a step, in the middle of a request's output; between metered batches on a line.
-        A server may pad a batch, so a smaller one never takes longer."""
+    def _decode(self, batch: float) -> StepCost:
+        """A step in the middle of a request's output; between metered batches on a line. A server may pad a batch, so a
+        smaller one never takes longer."""
         lower = 1 << int(math.log2(batch))
-        share = (batch - lower) / lower
-        low = self._padded_step(lower)
-        if not share:
-            return low.seconds, low.joules
-        high = self._padded_step(2 * lower)
-        seconds = low.seconds + share * (high.seconds - low.seconds)
-        if low.joules is None or high.joules is None:
-            return seconds, None
-        return seconds, low.joules + share * (high.joules - low.joules)
+        share, low = (batch - lower) / lower, self._padded_step(lower)
+        return low.towards(self._padded_step(2 * lower), share) if share else low
+
+    def _longer(self, batch: float) -> float:
+        """Seconds by which a chunk takes longer in a step of decoding: the device reads the weights once, and waits for
+        the host as long as in the one of both in which it waits less."""
+        chunk, step = self._prefill_chunk, self._decode(batch)
+        busy = chunk.busy_seconds + step.busy_seconds - self._alone.busy_seconds
+        together = busy + min(chunk.idle_seconds, step.idle_seconds)
+        return max(chunk.seconds, step.seconds, together) - chunk.seconds
 
     def _padded_step(self, batch: int) -> StepCost:
         step = self._step(batch)
@@ -328,11 +329,11 @@ class _Server:
             transfer = self._kv_bytes(plan.prompt - self._shared) / rate
         return RequestWork(
             output=plan.output,
-            decode=lambda batch: self._decode(batch)[0],
+            decode=lambda batch: self._decode(batch).seconds,
             tokens_per_step=self._tokens,
             prefill=self._chunks * self._prefill_chunk.seconds,
             chunks=self._chunks if plan.chunk else 0,
-            alone=self._alone.seconds,
+            longer=self._longer,
             is_apart=plan.is_disaggregated,
             by_power=self._seconds_by_power,
             at_once=plan.chunk / self._chunk if plan.chunk else 1.0,
@@ -394,7 +395,7 @@ class _Server:
     def _joules(self, batch: int) -> float | None:
         """Joules of one request, on all GPUs: its prefill, and its share of the steps of decoding. GPUs of prefill
         alone also draw their idle power while they wait."""
-        plan, chunk, alone, decode = self._plan, self._prefill_chunk, self._alone, self._decode(batch)[1]
+        plan, chunk, alone, decode = self._plan, self._prefill_chunk, self._alone, self._decode(batch).joules
         if decode is None or chunk.joules is None or alone.joules is None:
             return None
         prefill = self._chunks * chunk.joules

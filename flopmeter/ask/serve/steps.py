@@ -24,12 +24,31 @@ class StepCost(NamedTuple):
     joules: float | None  # None where nobody knows what the device may draw
     working_bytes: int  # held beside weights and cache
     link_seconds: float = 0.0  # of `seconds`: collectives, which nothing hides
+    busy_seconds: float = 0.0  # of `seconds`: in which the device works, and does not wait for the host
+
+    @property
+    def idle_seconds(self) -> float:
+        return self.seconds - self.busy_seconds
 
     def after(self, other: StepCost, times: int = 1) -> StepCost:
         """This step with `times` of the other one before it. The memory is that of this step."""
         joules = None if self.joules is None or other.joules is None else self.joules + times * other.joules
         links = self.link_seconds + times * other.link_seconds
-        return StepCost(self.seconds + times * other.seconds, joules, self.working_bytes, links)
+        busy = self.busy_seconds + times * other.busy_seconds
+        return StepCost(self.seconds + times * other.seconds, joules, self.working_bytes, links, busy)
+
+    def towards(self, other: StepCost, share: float) -> StepCost:
+        """The step on the line between this one (0) and the other one (1). The memory is that of the other one."""
+        pairs = zip(
+            (self.seconds, self.link_seconds, self.busy_seconds),
+            (other.seconds, other.link_seconds, other.busy_seconds),
+            strict=True,
+        )
+        seconds, links, busy = (one + share * (two - one) for one, two in pairs)
+        joules = (
+            None if self.joules is None or other.joules is None else self.joules + share * (other.joules - self.joules)
+        )
+        return StepCost(seconds, joules, other.working_bytes, links, busy)
 
 
 class StepModel:
@@ -66,7 +85,9 @@ class StepModel:
             if report.joules is not None and report.clock.idle_watts is not None:
                 joules = report.joules + report.clock.idle_watts * links
             held = self.decoder.parameter_bytes + round(batch * self.decoder.metered_kv_bytes(cached, new))
-            self._known[key] = StepCost(report.seconds + links, joules, max(0, report.memory.peak_bytes - held), links)
+            working = max(0, report.memory.peak_bytes - held)
+            busy = min(report.kernel_seconds, report.seconds) + links
+            self._known[key] = StepCost(report.seconds + links, joules, working, links, busy)
         return self._known[key]
 
     def weight_bytes(self, device: Hardware) -> int:
