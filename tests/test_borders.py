@@ -181,3 +181,14 @@ def test_threads_of_an_enlarged_image_fill_blocks_of_its_own_width_and_height(si
     """Blocks of 256 x 2 threads and of 2 x 256: two of them each way for 300 x 3 results."""
     one, own = (costs_in(lambda size=size: F.interpolate(meta(1, 8, 2, 2), size=size)) for size in ((2, 256), size))
     assert own[-1].work.index_operations == blocks * one[-1].work.index_operations
+
+
+# --- running sums (ScanUtils.cuh)
+
+
+def test_a_running_sum_is_along_the_dimension_that_is_named_from_either_end():
+    (from_front,), (from_back,), (other,) = (
+        costs_in(lambda dim=dim: meta(3, 500, 40).cumsum(dim)) for dim in (1, -2, -1)
+    )
+    assert from_front.work == from_back.work
+    assert from_front.work != other.work

@@ -115,3 +115,32 @@ def test_one_sparse_tensor_is_copied_into_another_as_indices_and_values():
     copy = meter.report().kernels[-1].cost
     assert (copy.op_class, copy.bytes_read, copy.bytes_written) == ("data movement", ELEMENTS * 20, ELEMENTS * 20)
     assert not meter.report().uncounted
+
+
+@pytest.mark.parametrize(("beta", "added"), [(0, 0), (1, 1), (0.5, 1)])
+def test_what_is_added_to_a_sparse_product_is_read_and_added_unless_beta_is_zero(beta, added):
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        sums, weight = (torch.empty(rows, WIDTH, device="meta") for rows in (ROWS, COLUMNS))
+        torch.addmm(sums, adjacency().to("meta"), weight, beta=beta)
+    (product,) = [kernel.cost for kernel in meter.report().kernels if kernel.cost.op_class == "tensor contraction"]
+    assert product.flops == 2 * ELEMENTS * WIDTH + added * ROWS * WIDTH
+    assert product.bytes_read == ELEMENTS * (2 * 8 + 4) + ELEMENTS * WIDTH * 4 + added * ROWS * WIDTH * 4
+
+
+def test_more_elements_than_columns_read_each_row_of_the_dense_matrix_once():
+    """Ten elements of a matrix of two columns."""
+    indices = torch.stack([torch.arange(10), torch.arange(10) % 2])
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        matrix = torch.sparse_coo_tensor(indices, torch.rand(10), (10, 2)).coalesce().to("meta")
+        torch.sparse.mm(matrix, torch.empty(2, WIDTH, device="meta"))
+    (product,) = [kernel.cost for kernel in meter.report().kernels if kernel.cost.op_class == "tensor contraction"]
+    assert product.bytes_read == 10 * (2 * 8 + 4) + 2 * WIDTH * 4
+
+
+def test_a_sum_of_two_sparse_matrices_puts_both_together_and_scales_the_second():
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        one, other = (adjacency().to("meta") for _ in range(2))
+        torch.add(one, other), torch.add(one, other, alpha=2)
+    plain, scaled = [kernel.cost for kernel in meter.report().kernels if kernel.op.call.name == "add"]
+    assert (plain.flops, scaled.flops) == (0, ELEMENTS)
+    assert plain.bytes_read == scaled.bytes_read == 2 * ELEMENTS * (2 * 8 + 4)
