@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from costs_support import call_by_hand
 
 import flopmeter
 from flopmeter import FlopMeter
@@ -110,3 +111,22 @@ def test_the_backward_pass_of_flash_attention_sums_in_fp32(kept):
     of_q = 4 * 2 * 256 * 8 * (96 + 1)
     of_k_and_v = 2 * 2 * 200 * 8 * 72 * 2
     assert scratch_bytes == of_q + of_k_and_v
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "starts", "rows"),
+    [
+        ((2, 100, 8, 40), (2, 300, 2, 40), None, 2 * 128),  # [batch, tokens, heads, size]: whole blocks of 128 queries
+        ((150, 8, 40), (500, 2, 40), [0, 50, 150], 150 + 128 * 2),  # packed: two sequences
+    ],
+)
+def test_the_librarys_own_backward_pass_sums_each_layout_by_its_own_heads_and_queries(q, k, starts, rows):
+    """A gradient of q of 64 columns for 40 and a number a row in fp32; k and v for eight heads where two are given."""
+    queries, keys = empty(*q), empty(*k)
+    lengths = None if starts is None else torch.tensor(starts, dtype=torch.int32, device="meta")
+    sizes = (lengths, lengths, max(q[0], 100), max(k[0], 300))
+    state = torch.zeros(2, dtype=torch.uint64, device="meta")
+    args = (queries, queries, keys, keys, queries, empty(*q[:-2]), *sizes, 0.0, True, state, state)
+    call = call_by_hand(torch.ops.aten._flash_attention_backward.default, args, (queries, keys, keys))
+    tokens = keys.numel() // (2 * 40)
+    assert scratch._flash_backward_bytes(call) == 4 * rows * 8 * (64 + 1) + 2 * tokens * 8 * 40 * 2
