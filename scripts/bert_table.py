@@ -26,7 +26,7 @@ from tabulate import tabulate
 from flopmeter import FlopMeter, HardwareError, Report, load_hardware
 from flopmeter.costs.traffic import regions
 from flopmeter.models import BUILTINS, backward
-from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION, Cost, Kernel, VectorWork
+from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION, Cost, Kernel, Reread, VectorWork
 from flopmeter.report.formats import SYMBOLS
 from flopmeter.timing.kernels import price
 
@@ -166,7 +166,8 @@ def layer_norm_of_2020(cost: Cost) -> list[Cost]:
     assert isinstance(work, VectorWork)
 
     def by(threads: int, operations: int) -> VectorWork:
-        rows = work.rereads[0]._replace(nbytes=0, threads=threads, operations=operations)
+        today = work.rereads[0]
+        rows = Reread(0, today.rows, today.row_bytes, threads, operations, today.accesses)
         return work._replace(rereads=(rows,))
 
     sums = replace(cost, writes=(), work=by(SUM_THREADS, SUM_OPERATIONS))

@@ -66,9 +66,9 @@ def _priced_as(call: Call, library_rule: Rule, func: OpOverload) -> Cost:
     assert isinstance(cost, Cost)
     pages = call.get("block_table")
     pools = () if pages is None else (call.argument("key"), call.argument("value"))
-    seen, (read, _) = {region.spec: region for region in cost.reads}, regions(call)
+    seen, (read, written) = {region.spec: region for region in cost.reads}, regions(call)
     touched = [_used(call, spec, pages) if spec in pools else seen.get(spec, spec) for spec in read]
-    return replace(cost, name=call.name, reads=as_regions(touched))
+    return replace(cost, name=call.name, reads=as_regions(touched), writes=as_regions(written))
 
 
 def _used(call: Call, pool: TensorSpec, pages: TensorSpec) -> Region:
