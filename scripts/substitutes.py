@@ -116,7 +116,7 @@ def handler(module: Module) -> Iterator[Edit]:
 
 DTYPES = {
     "float32": "float64", "float64": "float32", "bfloat16": "float16", "float16": "bfloat16", "int64": "int32",
-    "int32": "int64", "bool": "uint8", "uint8": "int8", "float8_e4m3fn": "float8_e5m2", "complex64": "complex128",
+    "int32": "int64", "bool": "int64", "uint8": "int64", "float8_e4m3fn": "float8_e5m2", "complex64": "complex128",
 }  # fmt: skip
 
 

@@ -99,7 +99,24 @@ def test_aligned_tensors_are_joined_16_bytes_at_a_time_8_of_two_bytes_and_one_by
     assert grid.blocks == 2 * ceil(4096 * 3 / at_a_time / grid.threads)
 
 
+def test_bytes_are_joined_one_by_one_as_what_is_not_aligned():
+    (unaligned,) = costs_in(lambda: torch.cat([meta(4097)[1:].view(4096, 1), meta(4096, 1)], dim=1))
+    (of_bytes,) = costs_in(lambda: torch.cat([meta(4096, 3, dtype=torch.uint8)] * 2, dim=1))
+    assert of_bytes.work.grid.threads == unaligned.work.grid.threads
+    assert of_bytes.work.grid.loop.blocks_per_sm == unaligned.work.grid.loop.blocks_per_sm
+
+
 # --- attention
+
+
+def test_heads_wider_than_all_that_the_kernel_has_tiles_for_take_the_widest():
+    def seconds(size):
+        q = meta(1, 8, 2048, size)
+        with FlopMeter("a100-sxm4-80gb") as meter:
+            F.scaled_dot_product_attention(q, q, q)
+        return meter.report().kernel_seconds
+
+    assert 1.5 * seconds(256) < seconds(512) < 4 * seconds(256)
 
 
 def test_a_window_of_keys_holds_that_of_the_query_itself():
@@ -124,6 +141,19 @@ def test_attention_of_the_fast_path_counts_queries_and_keys_apart(cross):
     (*costs,) = costs_of(call_by_hand(program, (q, k, k, 16, 4, *weights), outputs))
     projected = 2 * 16 * 16 * (2 * queries + 2 * keys)
     assert sum(cost.macs for cost in costs) == projected + 2 * 2 * 16 * queries * keys
+
+
+def test_values_of_another_tensor_are_projected_apart_on_the_fast_path():
+    """Where queries, keys and values are one tensor one product makes them all."""
+    x, other = meta(2, 6, 16), meta(2, 6, 16)
+    weights = meta(48, 16), meta(48), meta(16, 16), meta(16)
+
+    def products(v):
+        call = (x, x, v, 16, 4, *weights), (meta(2, 6, 16), meta(2, 6, 6))
+        return [cost.macs for cost in costs_of(call_by_hand(aten._native_multi_head_attention.default, *call))]
+
+    assert products(x)[0] == 2 * 6 * 16 * 48
+    assert products(other)[:3] == [2 * 6 * 16 * 16] * 3
 
 
 # --- groups
