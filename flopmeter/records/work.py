@@ -133,9 +133,7 @@ class Reread(NamedTuple):
     accesses: int = 0  # memory accesses of each of these threads, one after another; 0: not known to bound it
     amd_threads: int = 0  # the same on AMD, whose warps have 64 threads, if it differs there
     is_kernel: bool = False  # a kernel of its own that the op launches beside the one that reads and writes the rest
-    element_operations: int = (
-        0  # of each thread on its elements, of every kind: loads, addresses, conversions, functions
-    )
+    element_operations: int = 0  # of each thread on its elements, of every kind: loads, addresses, functions, casts
     block: BlockTime | None = None  # if it is known; `element_operations` are then of NVIDIA's, `operations` of others'
     registers: Registers = ()
 

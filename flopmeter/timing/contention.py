@@ -57,9 +57,7 @@ class Demand(NamedTuple):
 
     compute_seconds: float
     memory_seconds: float
-    sms: float = (
-        1.0  # share of the device's SMs that its blocks keep; 0 of a copy over the link, by an engine of its own
-    )
+    sms: float = 1.0  # share of the device's SMs that its blocks keep; 0: a copy over the link, by its own engine
 
     @property
     def seconds(self) -> float:

@@ -330,19 +330,26 @@ def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tup
     work hides; and how long all later rows would, if each waited as long."""
     access = access_seconds(cached_share, hardware)
     first, others = access, 0.0
-    for rows in work.rereads:
-        if rows.block and hardware.vendor == "nvidia":
+    for rows in _rereads_on(hardware, work):
+        if rows.block:
             others = max(others, _blocks_seconds(rows, rows.block, hardware))
             continue
         step = cycles_to_seconds(arithmetic_latency_cycles(hardware), hardware)
         accesses = rows.accesses * rows.threads / threads_of(rows, hardware)
-        of_row = accesses * access + (rows.operations + rows.element_operations * (not rows.block)) * step
+        of_row = accesses * access + (rows.operations + rows.element_operations) * step
         later = max(0.0, rows.rows / rows_in_flight(rows, hardware) - 1.0)
         own = 0.0
         if hardware.vendor == "nvidia":  # an SM that holds one row cannot go on with another meanwhile
             own = cycles_to_seconds(rows.threads * rows.element_operations / issued_lanes(hardware), hardware)
         first, others = max(first, of_row), max(others, later * (of_row + own))
     return first, others
+
+
+def _rereads_on(hardware: Hardware, work: VectorWork) -> tuple[Reread, ...]:
+    """How long a block stays is known on devices of NVIDIA alone."""
+    if hardware.vendor == "nvidia":
+        return work.rereads
+    return tuple(row._replace(block=None, element_operations=0) if row.block else row for row in work.rereads)
 
 
 def _blocks_seconds(rows: Reread, block: BlockTime, hardware: Hardware) -> float:
@@ -366,10 +373,10 @@ def _idle_stretch(work: VectorWork, hardware: Hardware) -> float:
 def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
     """Time in which the threads of each row combine their partial results and do what is of other kinds than
     arithmetic on its elements, which takes no lanes for fp32 where these are fewer than an SM issues to."""
-    untimed = [row for row in work.rereads if not row.block or hardware.vendor != "nvidia"]
+    untimed = [row for row in _rereads_on(hardware, work) if not row.block]
     threads = [row.rows * threads_of(row, hardware) for row in untimed]
     combining = sum(count * row.operations for count, row in zip(threads, untimed, strict=True))
-    elements = sum(count * row.element_operations for count, row in zip(threads, untimed, strict=True) if not row.block)
+    elements = sum(count * row.element_operations for count, row in zip(threads, untimed, strict=True))
     if not combining + elements:
         return 0.0
     rate = hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE

@@ -23,8 +23,8 @@ class StepCost(NamedTuple):
     seconds: float
     joules: float | None  # None where nobody knows what the device may draw
     working_bytes: int  # held beside weights and cache
-    link_seconds: float = 0.0  # of `seconds`: collectives, which nothing hides
-    busy_seconds: float = 0.0  # of `seconds`: in which the device works, and does not wait for the host
+    link_seconds: float  # of `seconds`: collectives, which nothing hides
+    busy_seconds: float  # of `seconds`: in which the device works, and does not wait for the host
 
     @property
     def idle_seconds(self) -> float:
@@ -39,16 +39,17 @@ class StepCost(NamedTuple):
 
     def towards(self, other: StepCost, share: float) -> StepCost:
         """The step on the line between this one (0) and the other one (1). The memory is that of the other one."""
-        pairs = zip(
-            (self.seconds, self.link_seconds, self.busy_seconds),
-            (other.seconds, other.link_seconds, other.busy_seconds),
-            strict=True,
+
+        def between(one: float, two: float) -> float:
+            return one + share * (two - one)
+
+        return StepCost(
+            between(self.seconds, other.seconds),
+            None if self.joules is None or other.joules is None else between(self.joules, other.joules),
+            other.working_bytes,
+            between(self.link_seconds, other.link_seconds),
+            between(self.busy_seconds, other.busy_seconds),
         )
-        seconds, links, busy = (one + share * (two - one) for one, two in pairs)
-        joules = (
-            None if self.joules is None or other.joules is None else self.joules + share * (other.joules - self.joules)
-        )
-        return StepCost(seconds, joules, other.working_bytes, links, busy)
 
 
 class StepModel:

@@ -165,10 +165,15 @@ def _seen(call: Call, shape: AttentionShape) -> list[TensorSpec | Region] | None
     mask, keys = shape.mask, shape.all_keys
     if mask.left is None or not mask.bottom_right:
         return None
-    seen = keys - sum(count * max(k - q - mask.left, 0) for count, q, k in shape.sizes)
+    seen = keys - sum(count * keys_before(mask, q, k) for count, q, k in shape.sizes)
     sources = (call.argument("key"), call.argument("value"))
     read, _ = regions(call)
     return [Region(spec, spec.nbytes * seen // keys) if spec in sources else spec for spec in read]
+
+
+def keys_before(mask: Mask, queries: int, keys: int) -> int:
+    """How many keys lie before the window of the first query, aligned at the bottom right."""
+    return 0 if mask.left is None else max(keys - queries - mask.left, 0)
 
 
 def _scores(shape: AttentionShape) -> list[Matmul]:

@@ -12,10 +12,10 @@ from math import ceil, prod
 
 from torch._ops import OpOverload
 
-from flopmeter.costs.contractions.attention import attention, attention_backward
+from flopmeter.costs.contractions.attention import attention, attention_backward, keys_before
 from flopmeter.costs.rules import Rule, make_cost
 from flopmeter.costs.traffic import as_regions, regions
-from flopmeter.records import ATTENTION, MOVEMENT, Call, Cost, Kernel, Region, TensorSpec
+from flopmeter.records import ATTENTION, MOVEMENT, AttentionWork, Call, Cost, Kernel, Mask, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
 
 _STARTS = ("cu_seq_q", "cum_seq_q", "cu_seqlens_q")  # what the ops call the places where sequences begin
@@ -64,23 +64,22 @@ def _priced_as(call: Call, library_rule: Rule, func: OpOverload) -> Cost:
     paged cache is a pool that many sequences share: only the pages of these sequences are read."""
     cost = library_rule(_of_flash(call, func))
     assert isinstance(cost, Cost)
+    assert isinstance(cost.work, AttentionWork)
+    mask = cost.work.shape.mask
     pages = call.get("block_table")
     pools = () if pages is None else (call.argument("key"), call.argument("value"))
     seen, (read, written) = {region.spec: region for region in cost.reads}, regions(call)
-    touched = [_used(call, spec, pages) if spec in pools else seen.get(spec, spec) for spec in read]
+    touched = [_used(call, spec, pages, mask) if spec in pools else seen.get(spec, spec) for spec in read]
     return replace(cost, name=call.name, reads=as_regions(touched), writes=as_regions(written))
 
 
-def _used(call: Call, pool: TensorSpec, pages: TensorSpec) -> Region:
+def _used(call: Call, pool: TensorSpec, pages: TensorSpec, mask: Mask) -> Region:
     """The part of the pool that the pages of these sequences hold, from that of the first key in a window on."""
     _, page_tokens, *token = pool.shape
-    sequences, (left, _) = pages.shape[0], call.argument("window_size") or (-1, -1)
+    sequences = pages.shape[0]
     if call.groups:
         lengths = tuple(zip(call.groups[:sequences], call.groups[sequences:], strict=True))
     else:
         lengths = ((call.argument("max_q"), call.argument("max_k")),) * sequences
-    begins = (max(keys - queries - left, 0) if left >= 0 else 0 for queries, keys in lengths)
-    used = sum(
-        ceil(keys / page_tokens) - first // page_tokens for first, (_, keys) in zip(begins, lengths, strict=True)
-    )
+    used = sum(ceil(keys / page_tokens) - keys_before(mask, queries, keys) // page_tokens for queries, keys in lengths)
     return Region(pool, min(pool.nbytes, used * page_tokens * prod(token) * pool.dtype.itemsize))
