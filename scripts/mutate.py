@@ -11,8 +11,7 @@ or function of its kind. They are drawn by seed. First the tests run once under 
 reach each line; a mutant then runs the tests that reach its statement, those first that name what it names, then those
 about its file, then quick and narrow ones, until one fails or a limit of time ends it (an endless loop counts as
 noticed). Tests that expect what flopmeter itself printed earlier do not count. Prints the survivors, then the rate;
-writes both to docs/mutants.md where all modules were drawn from;
-exit status 1 if the rate is below 93 %.
+writes both to docs/mutants.md where all modules were drawn from; exit status 1 if the rate is below 93 %.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import date
 from importlib.metadata import version
 from importlib.util import spec_from_file_location
@@ -251,19 +250,28 @@ def known_verdicts(log: Path | None, drawn: list[Mutant]) -> dict[Mutant, Verdic
     return {mutant: Verdict(mutant, *known[mutant[:3]]) for mutant in drawn if mutant[:3] in known}
 
 
-def copy_of_checkout(folder: Path) -> Path:
+def single_kinds(names: Iterable[str]) -> list[str]:
+    """Each kind of the groups."""
+    return [kind for name in names for kind in GROUPS.get(name, [name])]
+
+
+def enter_copy_of_checkout(folder: Path) -> Path:
+    """Go on in a copy, from which this process and those that it starts import."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, folder / name)
+    os.chdir(folder)
+    sys.path[:0] = [str(folder), str(folder / "tests")]
+    os.environ["PYTHONPATH"] = str(folder)
     return folder
 
 
 def main() -> int:
     chosen = _arguments()
-    kinds = [kind for name in chosen.kinds for kind in GROUPS.get(name, [name])]
+    kinds = single_kinds(chosen.kinds)
     mutants = all_mutants(chosen.parts, kinds)
     if chosen.list:
         for file, count in Counter(mutant.file for mutant in mutants).items():
@@ -275,10 +283,7 @@ def main() -> int:
     for name in PRELOADED:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
-        copy = copy_of_checkout(Path(folder))
-        os.chdir(copy)
-        sys.path[:0] = [str(copy), str(copy / "tests")]
-        os.environ["PYTHONPATH"] = str(copy)
+        copy = enter_copy_of_checkout(Path(folder))
         found = chosen.reached or copy / "reached.json"
         if not found.exists():
             start = time.monotonic()
@@ -326,22 +331,28 @@ def page(verdict: str, survivors: list[Mutant]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--mutants", type=int, default=300, help="how many to draw (default 300)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--reached", type=Path, metavar="FILE", help="keeps what the tests reach from run to run")
+    parser.add_argument("--verdicts", type=Path, metavar="FILE", help="keeps verdicts, for a run that is cut off")
+    parser.add_argument("--list", action="store_true", help="print how many mutants there are")
+    return parser.parse_args()
+
+
+def options_of(description: str | None) -> argparse.ArgumentParser:
+    """Which faults, and which tests."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in", dest="parts", nargs="+", default=PARTS, metavar="PATH", help=f"of {' '.join(PARTS)}")
     parser.add_argument(
         "--kinds", nargs="+", default=list(GROUPS), choices=[*GROUPS, *KINDS], metavar="KIND",
         help=f"of {' '.join(KINDS)}; or {' and '.join(GROUPS)} (default)",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once (default: one a core)")
-    parser.add_argument("--reached", type=Path, metavar="FILE", help="keeps what the tests reach from run to run")
-    parser.add_argument("--verdicts", type=Path, metavar="FILE", help="keeps verdicts, for a run that is cut off")
     parser.add_argument(
         "--tests", nargs="+", default=[], metavar="FILE", help="of tests/: no others run (default: all)"
     )
-    parser.add_argument("--list", action="store_true", help="print how many mutants there are")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ count references to a tensor among them: an expression's names live longer here.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import builtins
 import copy
@@ -31,9 +30,9 @@ from types import CodeType
 from typing import Any, NamedTuple, cast
 
 import torch
-from kinds import GROUPS, KINDS
-from mutants import EQUIVALENT, PARTS
-from mutate import Import, copy_of_checkout
+from kinds import KINDS
+from mutants import EQUIVALENT
+from mutate import Import, enter_copy_of_checkout, options_of, single_kinds
 from reached import in_turn, module_of, run_tests
 from syntax import Edit, Module, name_of
 
@@ -212,19 +211,12 @@ def run(folder: Path, parts: Sequence[str], kinds: Sequence[str], found: Path, f
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--in", dest="parts", nargs="+", default=PARTS, metavar="PATH", help=f"of {' '.join(PARTS)}")
-    parser.add_argument("--kinds", nargs="+", default=list(GROUPS), choices=[*GROUPS, *KINDS], metavar="KIND")
-    parser.add_argument("--tests", nargs="+", default=[], metavar="FILE", help="of tests/ (default: all)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once (default: one a core)")
-    chosen = parser.parse_args()
-    kinds = [each for name in chosen.kinds for each in GROUPS.get(name, [name]) if each not in NOT_COMPUTED]
+    chosen = options_of(__doc__).parse_args()
+    kinds = [kind for kind in single_kinds(chosen.kinds) if kind not in NOT_COMPUTED]
     os.environ.update(OMP_NUM_THREADS="1")
     computed, different = defaultdict[Fault, int](int), set[Fault]()
     with tempfile.TemporaryDirectory() as name:
-        folder = copy_of_checkout(Path(name))
-        os.chdir(folder)
-        sys.path[:0] = [str(folder), str(folder / "tests")]
+        folder = enter_copy_of_checkout(Path(name))
         work = functools.partial(run, folder, chosen.parts, kinds)
         for part in in_turn(folder, chosen.tests, chosen.jobs, work):
             times, felt = json.loads(part.read_text(encoding="utf-8"))

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flopmeter.costs import costs_of, find_rule
+from flopmeter import FlopMeter
+from flopmeter.costs import costs_of, find_rule, kernels_of
 from flopmeter.records import Call, Cost, Op, TensorSpec
 from flopmeter.trace.recorder import Recorder
 
@@ -43,6 +44,13 @@ def calls_of(program: Callable[[], Any]) -> list[Call]:
 def costs_in(program: Callable[[], Any]) -> list[Cost]:
     """The cost of every kernel that the program launches."""
     return [cost for call in calls_of(program) for cost in costs_of(call)]
+
+
+def metered(program: Callable[[], Any]) -> list[Cost]:
+    """The costs of what it launches where a meter emulates an H100."""
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        program()
+    return [kernel.cost for kernel in kernels_of(meter.trace)]
 
 
 def flops(program: Callable[[], Any]) -> int:

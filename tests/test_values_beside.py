@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from costs_support import call_by_hand, meta
+from costs_support import call_by_hand, meta, metered
 from torch import nn
 
 from flopmeter import FlopMeter
@@ -16,13 +16,6 @@ from flopmeter.timing.allocator import CachingAllocator
 
 H100 = "h100-sxm5-80gb"
 aten = torch.ops.aten
-
-
-def metered(program):
-    """The costs of what it launches where a meter emulates CUDA."""
-    with FlopMeter(H100) as meter:
-        program()
-    return [kernel.cost for kernel in kernels_of(meter.trace)]
 
 
 def test_a_meter_in_itself_counts_on_when_the_inner_one_ends():

@@ -182,20 +182,20 @@ def test_a_compiled_program_knows_the_lengths_of_its_sequences_too():
     assert 2 * report.macs == sum(length**2 for length in lengths) * 4 * HEADS * HEAD
 
 
-def test_of_a_paged_cache_as_many_pages_are_read_as_each_sequence_fills():
-    """250 and 20 tokens in pages of 16: 16 and 2 pages."""
+def paged_decode(**options):
+    """One query each behind 250 and 20 tokens, in pages of 16 of a pool of 10,000."""
     if "block_table" not in varlen_attn.__kwdefaults__:
         pytest.skip("this torch has no paged varlen_attn")
     query = torch.empty(2, HEADS, HEAD, dtype=torch.bfloat16, device="meta")
-    pool = torch.empty(10_000, 16, HEADS, HEAD, dtype=torch.bfloat16, device="meta")
+    keys, values = (torch.empty(10_000, 16, HEADS, HEAD, dtype=torch.bfloat16, device="meta") for _ in range(2))
     table = torch.empty(2, 16, dtype=torch.int32, device="meta")
+    starts, used = (on_meta(torch.tensor(each, dtype=torch.int32)) for each in ([0, 1, 2], [250, 20]))
+    varlen_attn(query, keys, values, starts, None, 1, 256, seqused_k=used, block_table=table, **options)
 
-    def decode():
-        starts, used = (on_meta(torch.tensor(each, dtype=torch.int32)) for each in ([0, 1, 2], [250, 20]))
-        values = torch.empty_like(pool)
-        varlen_attn(query, pool, values, starts, None, 1, 256, seqused_k=used, block_table=table)
 
-    _, ((cost, _),) = attention_of(decode)
+def test_of_a_paged_cache_as_many_pages_are_read_as_each_sequence_fills():
+    """250 and 20 tokens in pages of 16: 16 and 2 pages."""
+    _, ((cost, _),) = attention_of(paged_decode)
     assert cost.flops == (250 + 20) * 4 * HEADS * HEAD
     cache = 2 * (16 + 2) * 16 * HEADS * HEAD * 2
     assert cost.bytes_read == cache + 2 * HEADS * HEAD * 2 + (3 + 2 + 2 * 16) * 4
@@ -221,16 +221,5 @@ def test_each_sequence_leaves_out_the_keys_before_the_window_of_its_first_query(
 
 def test_of_a_paged_cache_the_pages_before_a_window_are_not_read():
     """Of 250 and 20 tokens in pages of 16 a window of 32 sees the last 33 and all: keys 217 to 249 lie in 3 pages."""
-    if "block_table" not in varlen_attn.__kwdefaults__:
-        pytest.skip("this torch has no paged varlen_attn")
-    query = torch.empty(2, HEADS, HEAD, dtype=torch.bfloat16, device="meta")
-    pool = torch.empty(10_000, 16, HEADS, HEAD, dtype=torch.bfloat16, device="meta")
-    table = torch.empty(2, 16, dtype=torch.int32, device="meta")
-
-    def decode():
-        starts, used = (on_meta(torch.tensor(each, dtype=torch.int32)) for each in ([0, 1, 2], [250, 20]))
-        options = {"seqused_k": used, "block_table": table, "window_size": (32, 0)}
-        varlen_attn(query, pool, torch.empty_like(pool), starts, None, 1, 256, **options)
-
-    _, ((cost, _),) = attention_of(decode)
+    _, ((cost, _),) = attention_of(lambda: paged_decode(window_size=(32, 0)))
     assert cost.bytes_read == 2 * (3 + 2) * 16 * HEADS * HEAD * 2 + 2 * HEADS * HEAD * 2 + (3 + 2 + 2 * 16) * 4
