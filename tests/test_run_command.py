@@ -87,7 +87,6 @@ def test_packages_of_a_module_are_imported_when_its_arguments_are_there(tmp_path
         ([], "name a script: flopmeter run train.py"),
         (["-m", "no.such.module"], "no module named no.such.module: install it here"),
         (["--hardware", "h100", __file__], "h100-sxm5-80gb"),
-        (["--", "deepspeed", "train.py"], "run the script with torchrun"),
         (["--steps", "0", "x.py"], "--steps"),
         (["BATCH=8", "python", "train.py"], "put it before flopmeter"),
         (["bash", "train.sh"], "give flopmeter run the command in it"),

@@ -1,4 +1,4 @@
-"""The words before a script on a command line: python, torchrun, accelerate launch. Only rank 0 runs, here.
+"""The words before a script on a command line: python, torchrun, deepspeed, accelerate launch. Only rank 0 runs, here.
 
 A launcher is one entry of LAUNCHERS: from its words to a CommandLine.
 """
@@ -92,7 +92,6 @@ def _refuse_what_is_no_script(words: Sequence[str]) -> None:
 
 _STARTERS = {
     **dict.fromkeys(("bash", "sh", "zsh"), "runs a shell script: give flopmeter run the command in it instead"),
-    "deepspeed": "starts CUDA extensions, which flopmeter run does not have: run the script with torchrun",
     **dict.fromkeys(
         ("srun", "mpirun", "mpiexec", "horovodrun"),
         "starts processes in a way that is not followed: flopmeter run -- torchrun --nproc-per-node 8 train.py",
@@ -160,4 +159,29 @@ def _accelerate(words: Sequence[str], gpus: int) -> CommandLine:
     return CommandLine(script, nodes, max(processes // nodes, 1), environment)
 
 
-LAUNCHERS: Mapping[str, Callable[[Sequence[str], int], CommandLine]] = {"torchrun": _torchrun}
+def _deepspeed(words: Sequence[str], gpus: int) -> CommandLine:
+    """Options of deepspeed/launcher/runner.py. (Its own parser is not asked: DeepSpeed looks for the GPU as soon as it
+    is imported.)"""
+    parser = argparse.ArgumentParser(prog="deepspeed", allow_abbrev=False)
+    for name in ("num_nodes", "num_gpus"):
+        parser.add_argument(f"--{name}", type=int, default=-1)
+    parser.add_argument("-i", "--include", default="")
+    for name in ("module", "no_local_rank", *_DEEPSPEED_SWITCHES):
+        parser.add_argument(f"--{name}", action="store_true")
+    for names in (("-H", "--hostfile"), ("-e", "--exclude"), *((f"--{name}",) for name in _DEEPSPEED_OPTIONS)):
+        parser.add_argument(*names)
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = _parsed("deepspeed", parser, words)
+    hosts = [host.partition(":")[2].split(",") for host in options.include.split("@") if ":" in host]
+    nodes = max(options.num_nodes, len(hosts), 1)
+    a_node = len(hosts[0]) if hosts else options.num_gpus if options.num_gpus > 0 else max(gpus // nodes, 1)
+    script = Script(options.script, tuple(options.arguments), options.module, not options.no_local_rank)
+    return CommandLine(script, nodes, a_node)
+
+
+_DEEPSPEED_SWITCHES = ("no_python", "no_ssh", "no_ssh_check", "force_multi", "save_pid", "bind_cores_to_rank")
+_DEEPSPEED_OPTIONS = ("master_port", "master_addr", "node_rank", "launcher", "launcher_args", "enable_each_rank_log",
+                      "autotuning", "bind_core_list", "ssh_port", "venv_script", "log_level")  # fmt: skip
+
+LAUNCHERS: Mapping[str, Callable[[Sequence[str], int], CommandLine]] = {"torchrun": _torchrun, "deepspeed": _deepspeed}

@@ -32,11 +32,13 @@ from flopmeter.trace.mixed_devices import MixedDevicesError
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """`target` is a path, or with `is_module` a module's name; `arguments` are the script's own."""
+    """`target` is a path, or with `is_module` a module's name; `arguments` are the script's own, after a
+    `--local_rank` where its launcher puts one."""
 
     target: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+    is_told_its_rank: bool = False
 
     @property
     def name(self) -> str:
@@ -79,7 +81,7 @@ class Ending:
 
 def run(script: Script, session: ScriptSession) -> Ending:
     """Run the script in the open session. Its traceback is printed as Python would print it."""
-    with _as_program(script):
+    with _as_program(script, session.rank % session.gpus_per_node):
         try:
             if script.is_module:
                 runpy.run_module(script.target, run_name="__main__", alter_sys=True)
@@ -100,10 +102,11 @@ def run(script: Script, session: ScriptSession) -> Ending:
 
 
 @contextmanager
-def _as_program(script: Script) -> Iterator[None]:
+def _as_program(script: Script, local_rank: int) -> Iterator[None]:
     """sys.argv and sys.path as Python sets them; no bytecode is written beside the script."""
     argv, path, writes = sys.argv, list(sys.path), sys.dont_write_bytecode
-    sys.argv = [script.target, *script.arguments]
+    told = [f"--local_rank={local_rank}"] if script.is_told_its_rank else []
+    sys.argv = [script.target, *told, *script.arguments]
     sys.path.insert(0, os.getcwd() if script.is_module else os.path.dirname(os.path.abspath(script.target)))
     sys.dont_write_bytecode = True
     try:
@@ -377,7 +380,7 @@ OF_TORCHVISION = ("ataset not found", "Error downloading", "there is no internet
 CUDA_EXTENSIONS = {
     **{package: f"let flopmeter stand in with --shim {package}" for package in SHIMS},
     "triton": "pip install triton, which works without a GPU",
-    "deepspeed": "use DDP or FSDP2",
+    "deepspeed": "pip install deepspeed, whose engine runs without its kernels, or use DDP or FSDP2",
     "flash_attn_interface": "use scaled_dot_product_attention, or flash_attn with --shim flash_attn",
     "transformer_engine": "use torch's own layers; for fp8 those of torchao.float8 (pip install torchao)",
     "vllm": "use flopmeter serve, which predicts what a server of a model costs",

@@ -1,0 +1,66 @@
+"""CUDA kernels that a package compiles when it runs (torch.utils.cpp_extension.load): those that torch has too.
+
+Works around: the compiler of CUDA and the GPU that they need.
+Until: never; where flopmeter runs there is neither.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flopmeter.run.patches import Patch, applied
+from flopmeter.torch_names.imported import entered_once_imported
+
+_MODULE = "torch.utils.cpp_extension"
+_DECOUPLED = 1  # the mode of AdamW; 0 is that of Adam with an L2 penalty
+
+
+def _adam(
+    chunk: int,
+    skipped: Tensor,
+    lists: Sequence[Sequence[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    decay: float,
+) -> None:
+    """DeepSpeed's csrc/adam/multi_tensor_adam.cu: gradients, parameters and both moments in one pass, as torch's."""
+    gradients, parameters, first, second = map(list, lists)
+    steps = [torch.empty((), device=parameters[0].device)] * len(parameters)  # a number of the host's in DeepSpeed
+    update = torch._fused_adamw_ if mode == _DECOUPLED else torch._fused_adam_
+    options = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": eps}
+    with torch.no_grad():
+        update(parameters, gradients, first, second, [], steps, **options, amsgrad=False, maximize=False)
+
+
+KERNELS: Mapping[str, Mapping[str, Callable[..., Any]]] = {"fused_adam": {"multi_tensor_adam": _adam}}
+"""By the name of an extension: its functions, which run operators of torch that do the same work."""
+
+
+def standing_in(note: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Programs get these kernels where they would compile them."""
+    return entered_once_imported(_MODULE, lambda: applied(_patches(note)))
+
+
+def _patches(note: Callable[[str], None]) -> Iterator[Patch]:
+    module: Any = sys.modules[_MODULE]
+    compiled = module.load
+
+    def load(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name not in KERNELS:
+            return compiled(name, *args, **kwargs)
+        note(f"the CUDA extension {name} is not compiled: torch's operators of the same work stand in for its kernels")
+        return SimpleNamespace(**KERNELS[name])
+
+    yield Patch(module, "load", load, "its kernels need the compiler of CUDA")
