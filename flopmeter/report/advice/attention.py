@@ -47,13 +47,16 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
     put_in: dict[int, Op] = {}
     dropped: set[int] = set()
     gradients: set[int] = set()
-    found, read, needs_mask = [], [], False
+    found, read, needs_mask, averages = [], [], False, []
     for index, op in enumerate(trace.ops):
         if op.phase not in ("forward", "recompute") or not _is_softmax(trace, uses, index):
             continue
         attention = _around(trace, uses, index)
         if attention is None or attention.ops & dropped:
             continue
+        averaged = _averaged_over_heads(trace, attention)
+        if any(uses[number][-1] not in attention.ops for number in averaged):
+            continue  # the program reads the weights, which no fused kernel gives
         try:
             put_in |= _fused(trace, attention, report.hardware)
         except NoKernelError:
@@ -63,6 +66,7 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
         dropped |= attention.ops
         gradients |= attention.gradients
         needs_mask |= not attention.is_causal
+        averages.append(bool(averaged))
     if not found or not are_in_torch(put_in.values()):
         return
     *_, queries, keys = found[0].inputs[0].shape
@@ -74,10 +78,18 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
     why = f"materialised: scores of {queries} × {keys} a head go to memory and back"
     if len(set(read)) < len(read):
         why += "; heads run one by one: priced is a call for each, one for all wins more"
-    yield Proposal(
-        f"attention ×{len(found)}", concerns, why,
-        "F.scaled_dot_product_attention (attn_implementation='sdpa')", priced(report, then),
-    )  # fmt: skip
+    remedy = _OF_TORCH if all(averages) else "F.scaled_dot_product_attention (attn_implementation='sdpa')"
+    yield Proposal(f"attention ×{len(found)}", concerns, why, remedy, priced(report, then))
+
+
+_OF_TORCH = "need_weights=False in the calls of nn.MultiheadAttention, which then runs fused attention"
+
+
+def _averaged_over_heads(trace: Trace, attention: _Materialised) -> set[int]:
+    """Storages with the average of the heads' probabilities, which nn.MultiheadAttention gives beside its result."""
+    ops = (trace.ops[index] for index in attention.ops)
+    means = (op for op in ops if op.call.func.overloadpacket is aten.mean and op.phase != "backward")
+    return {spec.storage for op in means for spec in op.outputs if spec.shape[-2:] == attention.softmax.shape[-2:]}
 
 
 class _Materialised(NamedTuple):
