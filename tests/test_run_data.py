@@ -237,6 +237,15 @@ def test_a_table_of_the_hub_may_have_images_as_programs_transform_them(tmp_path,
     assert capsys.readouterr().out == "4096 (768, 512) RGB\n"
 
 
+@pytest.mark.parametrize("of", ["[{}, {}]", "({}, {})"])
+def test_each_split_of_a_list_is_a_table(tmp_path, of):
+    """As load_dataset gives them: `split=["train[:5%]", "test"]`."""
+    splits = of.format('"train[:5%]"', '"test"')
+    ran = ran_beside(tmp_path, LOADS_FROM_THE_HUB.replace('split="train"', f"split={splits}"), PACKAGE_OF_THE_HUB)
+    table = f"4096 rows of { {'text': [' '.join(100 * ['word'])]} }"
+    assert ran.stdout == of.format(table, table) + "\n", ran.stderr
+
+
 KNOWS_ITS_LENGTH = """
 from datasets import load_dataset
 import torch

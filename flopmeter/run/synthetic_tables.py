@@ -59,6 +59,8 @@ class SyntheticTables:
                 if streaming:
                     table = table.to_iterable_dataset()
                     table.info.description = MARK
+                if isinstance(split, (list, tuple)):
+                    return type(split)(table for _ in split)
                 if split is not None:
                     return table
                 splits = hub.IterableDatasetDict if streaming else hub.DatasetDict
