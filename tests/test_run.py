@@ -291,6 +291,19 @@ def test_the_device_meta_keeps_its_name():
         assert model.to_empty(device="cuda").weight.is_cuda
 
 
+@pytest.mark.parametrize(("outer", "inner"), [("meta", "cuda"), ("cuda", "meta"), ("meta", "cpu"), ("cpu", "cuda")])
+def test_the_innermost_device_is_the_default_one(outer, inner):
+    """As in torch: tables of places are made on the GPU inside of a model that is made on meta."""
+    with flopmeter.cuda("h100-sxm5-80gb"):
+        with torch.device(outer):
+            with torch.device(inner):
+                made = torch.arange(4).float()
+            around = torch.ones(2)
+        assert (made.device.type, around.device.type) == (inner, outer)
+        if inner != "meta":
+            assert made.to("cuda").device.type == "cuda"
+
+
 def test_a_model_on_meta_takes_neither_memory_nor_time_until_it_is_emptied_to_the_gpu():
     with flopmeter.cuda(A100) as device:
         with torch.device("meta"):

@@ -421,8 +421,9 @@ def _asked_from_below() -> bool:
 
 
 def _default_is_meta() -> bool:
-    modes = function_modes()
-    return any(isinstance(mode, torch_device.DeviceContext) and mode.device.type == "meta" for mode in modes)
+    """Whether the innermost `with torch.device(...)` names meta."""
+    contexts = (mode for mode in reversed(function_modes()) if isinstance(mode, torch_device.DeviceContext))
+    return next((mode.device.type == "meta" for mode in contexts), False)
 
 
 _OWN = ("to", "cuda", "type", "pin_memory", "is_pinned", "Generator")
