@@ -54,6 +54,13 @@ def test_a_function_of_torch_cuda_answers_or_is_refused_by_its_name(module, name
             assert f"{name} is not there under flopmeter" in str(refused)  # noqa: PT017 - it may answer
 
 
+def test_a_build_without_cuda_tells_the_handle_of_a_stream_as_one_with_it_does():
+    """bitsandbytes takes the function as soon as it is imported, which peft does."""
+    with flopmeter.cuda("h100-sxm5-80gb"), torch.cuda.stream(torch.cuda.Stream()):
+        own = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        assert own == torch.cuda.current_stream().cuda_stream != torch.cuda.default_stream().cuda_stream
+
+
 def test_what_the_profile_knows_is_told_and_that_no_gpu_runs():
     with flopmeter.cuda("h100-sxm5-80gb") as device:
         x = torch.zeros(1000, device="cuda")
