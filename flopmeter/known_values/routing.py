@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+MOST_EXPERTS = 512  # of a layer in public models (config.json of Qwen3-Next, num_experts); more are a vocabulary
 MOST_IMBALANCE = 2.0  # above this, the last expert would get fewer than no tokens
 
 Routing = str | Mapping[str, float] | None  # what users state
@@ -31,10 +32,12 @@ class RoutingLaw(NamedTuple):
         return self.imbalance is None
 
     def picks(self, rows: int, k: int, n: int) -> Tensor:
-        """[rows, k] on the CPU: the experts of each token, all different."""
+        """[rows, k] on the CPU: the experts of each token, all different. Tokens of a vocabulary are picked from its
+        middle on: at its ends it has those that end a text."""
         if self.imbalance is None:
             busy = max(k, round(n * (1 - (1 - k / n) ** rows))) if self.is_independent else n
-            return (torch.arange(rows * k, device="cpu") % busy).view(rows, k)
+            first = busy // 2 if n > MOST_EXPERTS else 0
+            return (torch.arange(first, first + rows * k, device="cpu") % busy).view(rows, k)
         # The experts' runs, one after another, fill the first choices of all tokens, then their second choices. No run
         # is longer than there are tokens, so that no token picks an expert twice.
         counts = self.counts(rows, k, n)
