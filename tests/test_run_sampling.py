@@ -35,7 +35,7 @@ for step in range(3):
     [("torch.multinomial(likely, 1)", 1), ("likely.argmax(-1, keepdim=True)", 4), ("likely.topk(1)[1]", 4)],
 )
 def test_no_text_ends_before_the_loop_does(end, sample, texts, tmp_path, monkeypatch, capsys):
-    """Tokenizers have their special tokens at either end of the vocabulary: 0 ends a text of GPT-NeoX, 2 one of Llama."""
+    """Tokenizers have special tokens at either end of the vocabulary: 0 ends a text of GPT-NeoX, 2 one of Llama."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SAMPLES.format(end=end, texts=texts, sample=sample))
     assert main(["run", "train.py"]) == 0

@@ -118,8 +118,8 @@ class CudaModule:
                 yield Patch(module, name, answers[name], "the same function, where torch defines it")
         yield Patch(torch, "Stream", streams.CudaStream, "the stream of whichever accelerator there is")
         yield Patch(torch, "Event", self._event, "the event of whichever accelerator there is")
-        handle: Callable[[int], int] = lambda device: streams.current_stream(device).cuda_stream
-        yield Patch(torch._C, "_cuda_getCurrentRawStream", handle, "bitsandbytes looks for it when it is imported")
+        for_import = "bitsandbytes looks for it when it is imported"
+        yield Patch(torch._C, "_cuda_getCurrentRawStream", lambda device: streams.current_stream().number, for_import)
         for name, value in self.nvtx.answers().items():
             yield Patch(torch.cuda.nvtx, name, value, "ranges are rows of the report")
         for name, dtype in _DTYPES.items():

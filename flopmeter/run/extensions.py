@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flopmeter.run.patches import Patch, applied
 from flopmeter.torch_names.imported import entered_once_imported
+from flopmeter.torch_names.operators import aten
 
 _MODULE = "torch.utils.cpp_extension"
 _DECOUPLED = 1  # the mode of AdamW; 0 is that of Adam with an L2 penalty
@@ -38,7 +39,7 @@ def _adam(
     """DeepSpeed's csrc/adam/multi_tensor_adam.cu: gradients, parameters and both moments in one pass, as torch's."""
     gradients, parameters, first, second = map(list, lists)
     steps = [torch.empty((), device=parameters[0].device)] * len(parameters)  # a number of the host's in DeepSpeed
-    update = torch._fused_adamw_ if mode == _DECOUPLED else torch._fused_adam_
+    update = aten._fused_adamw_ if mode == _DECOUPLED else aten._fused_adam_
     options = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": eps}
     with torch.no_grad():
         update(parameters, gradients, first, second, [], steps, **options, amsgrad=False, maximize=False)
