@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -390,6 +391,24 @@ def test_flash_attns_module_of_rotary_embeddings_turns_q_and_k_alone_and_in_plac
 
     found = kernels(stepped("flash_attn", program))
     assert (found["rotary"].calls, found["rotary"].flops) == (6, 2 * 3 * (elements + elements + 2 * elements))
+
+
+def test_what_flash_attn_takes_from_einops_is_there_too(monkeypatch):
+    """OpenRLHF and verl import it from there, with the rest."""
+
+    def merge_first_two(tensor, pattern, **sizes):
+        assert pattern == "b s ... -> (b s) ..."
+        return tensor.flatten(0, 1)
+
+    monkeypatch.setitem(sys.modules, "einops", SimpleNamespace(rearrange=merge_first_two))
+
+    def program():
+        from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input  # noqa: F401
+
+        x = torch.zeros(2, 3, 8, device="cuda")
+        assert rearrange(x, "b s ... -> (b s) ...").shape == (6, 8)
+
+    stepped("flash_attn", program)
 
 
 def test_rows_that_a_mask_names_are_padded_again_by_flash_attns_functions():

@@ -22,7 +22,8 @@ _NORMS = _named(norms.layer_norm_fn, norms.rms_norm_fn, norms.RMSNorm)
 MODULES: dict[str, dict[str, Any]] = {
     "flash_attn": {"__version__": "2.8.3", **attention.FUNCTIONS},
     "flash_attn.bert_padding": _named(
-        padding.unpad_input, padding.pad_input, padding.index_first_axis, padding.index_put_first_axis
+        padding.unpad_input, padding.pad_input, padding.index_first_axis, padding.index_put_first_axis,
+        padding.rearrange, padding.repeat,
     ),
     "flash_attn.flash_attn_interface": attention.FUNCTIONS,
     "flash_attn.layers": {},

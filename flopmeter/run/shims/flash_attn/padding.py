@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,3 +32,12 @@ def index_first_axis(rows: Tensor, indices: Tensor) -> Tensor:
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+
+
+def rearrange(tensor: Tensor, pattern: str, **sizes: int) -> Any:
+    """That of einops, which flash-attn needs and imports here; OpenRLHF and verl take it from here."""
+    return importlib.import_module("einops").rearrange(tensor, pattern, **sizes)
+
+
+def repeat(tensor: Tensor, pattern: str, **sizes: int) -> Any:
+    return importlib.import_module("einops").repeat(tensor, pattern, **sizes)
