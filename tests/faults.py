@@ -290,6 +290,20 @@ def repeated(part: torch.Tensor) -> torch.Tensor:
     return part if part.shape[1] == 16 else part.repeat_interleave(4, dim=1)
 
 
+def mask_repeated_for_all(is_mended: bool) -> Run:
+    """Which sequences all share: the mask goes through memory once for each of them."""
+    with torch.device("meta"):
+        q, mask = torch.empty(4, 16, 2048, 64, dtype=HALF), torch.empty(2048, 2048, dtype=torch.bool)
+
+    def step():
+        y = q
+        for _ in range(4):
+            all_masks = mask.expand(4, 1, -1, -1)
+            y = F.scaled_dot_product_attention(y, y, y, all_masks if is_mended else all_masks.contiguous())
+
+    return step
+
+
 def one_hot_product(is_mended: bool) -> Run:
     with torch.device("meta"):
         table = nn.Embedding(32000, 512, dtype=HALF)
@@ -368,6 +382,7 @@ FAULTS = {
     "heads repeated for attention": Fault(
         before_attention(repeated), "scaled_dot_product_attention(..., enable_gqa=True)", "a100-sxm4-80gb"
     ),
+    "a mask repeated for all sequences": Fault(mask_repeated_for_all, "no .contiguous()"),
     "a one-hot product": Fault(one_hot_product, "nn.Embedding"),
     "a backward pass for each loss": Fault(a_pass_for_each_loss, "one backward() of the sum of the losses"),
     "casts around norms": Fault(casts_around_norms, "bfloat16 there too"),

@@ -47,21 +47,24 @@ def needless_copies(report: Report) -> Iterator[Proposal]:
 
 def _read_through(report: Report, of_heads: bool, why: str, remedy: str) -> Iterator[Proposal]:
     trace = trace_of(report)
-    wanted = {
-        index
-        for index, op in enumerate(trace.ops)
-        if op.phase != "backward" and _is_free_to_go(trace, op) and of_heads == _repeats(op.inputs[0])
-    }
-    while wanted:
-        walk = _ReadThrough(trace, report.hardware, wanted)
-        walk.run()
-        if not walk.needed:
-            break
-        wanted -= walk.needed
-    if wanted:
+    free = {index for index, op in enumerate(trace.ops) if op.phase != "backward" and _is_free_to_go(trace, op)}
+    repeated = {index for index in free if _repeats(trace.ops[index].inputs[0])}
+    shared = _walked(trace, report.hardware, repeated).shared & repeated if repeated else set[int]()
+    walk = _walked(trace, report.hardware, shared if of_heads else free - shared)
+    if walk.dropped:
         if of_heads:
             walk.dropped |= {place for index in walk.repeats for place in _views_around(trace, index)}
         yield with_other_ops(report, why, remedy, walk.dropped, walk.put_in, about=walk.dropped)
+
+
+def _walked(trace: Trace, device: Hardware, wanted: set[int]) -> _ReadThrough:
+    """The way through the ops without as many of these copies as nobody needs."""
+    while True:
+        walk = _ReadThrough(trace, device, wanted)
+        walk.run()
+        if not walk.needed:
+            return walk
+        wanted = wanted - walk.needed
 
 
 def _views_around(trace: Trace, index: int) -> Iterator[int]:
@@ -146,6 +149,7 @@ class _ReadThrough:
         self._copied: dict[int, int] = {}  # storages that were copied: by which op
         self.dropped: set[int] = set()
         self.repeats = set(wanted)  # and sums over what was repeated
+        self.shared = set[int]()  # copies of keys and values for heads that share them
         self.put_in: dict[int, Op] = {}
         self.needed: set[int] = set()
 
@@ -205,6 +209,9 @@ class _ReadThrough:
             return False
         for out, spec, operand in zip(op.outputs, before, (q, k, v) if is_backward else (q,), strict=False):
             self._places[out.storage] = _like(out, spec, operand, copy)
+        for spec, operand in zip(before[1:], (k, v), strict=True):
+            if operand.shape[1] < spec.shape[1] or (operand.shape[1] > 1 and not operand.stride[1]):
+                self.shared.add(self._places[spec.storage].copy)
         now |= {spec: self._in_heads(spec) for spec in op.outputs}
         self.put_in[index] = rebuilt(op, lambda spec: now.get(spec) or spec)
         return True
