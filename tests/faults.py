@@ -351,6 +351,20 @@ def casts_around_norms(is_mended: bool) -> Run:
     return lambda: model(x).sum().backward()
 
 
+def scores_of_all_tokens(is_mended: bool) -> Run:
+    """Of which the last one of each prompt is wanted, in fp32."""
+    with torch.device("meta"):
+        body, head = nn.Linear(2048, 2048, dtype=HALF), nn.Linear(2048, 50304, bias=False, dtype=HALF)
+        x = torch.empty(4, 1024, 2048, dtype=HALF)
+
+    @torch.no_grad()
+    def step():
+        hidden = body(x)
+        (head(hidden[:, -1:]).float() if is_mended else head(hidden).float()[:, -1:]).softmax(-1).argmax(-1)
+
+    return step
+
+
 def loop_over_cells(kind: str, layers: int) -> Callable[[bool], Run]:
     def program(is_mended: bool) -> Run:
         with torch.device("meta"):
@@ -386,6 +400,7 @@ FAULTS = {
     "a one-hot product": Fault(one_hot_product, "nn.Embedding"),
     "a backward pass for each loss": Fault(a_pass_for_each_loss, "one backward() of the sum of the losses"),
     "casts around norms": Fault(casts_around_norms, "bfloat16 there too"),
+    "scores of all tokens": Fault(scores_of_all_tokens, "take the rows that are read before the product"),
     "a loop over LSTM cells": Fault(loop_over_cells("LSTM", 1), "nn.LSTM over the whole sequence"),
     "a loop over two GRU cells": Fault(loop_over_cells("GRU", 2), "nn.GRU over the whole sequence"),
     "attention in fp32": Fault(attention_in_fp32, "bfloat16 there too"),

@@ -696,6 +696,19 @@ def test_gradients_of_several_batches_are_no_graph_that_is_walked_twice(batches)
     assert not [each.remedy for each in meter.report().advice if each.remedy.startswith("one backward()")]
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_rows_that_are_held_in_the_end_are_not_taken_for_rows_that_nobody_reads(is_held):
+    with torch.device("meta"):
+        head, x = nn.Linear(2048, 50304, bias=False, dtype=HALF), torch.empty(4, 1024, 2048, dtype=HALF)
+    with FlopMeter(H100) as meter, torch.no_grad():
+        scores = head(x)
+        scores[:, -1].argmax(-1)
+        if not is_held:
+            del scores
+    told = any(each.remedy.startswith("take the rows") for each in meter.report().advice)
+    assert told is not is_held
+
+
 def test_a_minor_fault_stands_by_what_it_wins():
     """An optimizer op by op wins less than a twentieth here, and torch.compile more than that. (A fault that wins more
     stands first whatever else wins: NCHW under AMP, above.)"""

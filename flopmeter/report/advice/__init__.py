@@ -19,6 +19,7 @@ from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     recurrent,
     tables,
     uncompiled_flex,
+    unread,
 )
 from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything
 from flopmeter.report.advice.spots import Timed, floor_of, modules_and_lines, places_of, spot_of, timed, wall_clock
