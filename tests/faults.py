@@ -391,6 +391,59 @@ def loop_over_cells(kind: str, layers: int) -> Callable[[bool], Run]:
     return program
 
 
+def cache_grown_by_cat(is_mended: bool) -> Run:
+    """Six tokens of eight sequences after 8,000 others, in two layers."""
+    with torch.device("meta"):
+        layers = [nn.Linear(1024, 3072, dtype=HALF) for _ in range(2)]
+        x = torch.empty(8, 1, 1024, dtype=HALF)
+        caches = [[torch.empty(8, 16, 8000 + 6 * is_mended, 64, dtype=HALF) for _ in "kv"] for _ in layers]
+
+    def extended(cache, part, token):
+        if not is_mended:
+            return torch.cat([cache, part], 2)
+        cache[:, :, 8000 + token : 8001 + token] = part
+        return cache
+
+    @torch.no_grad()
+    def steps():
+        held = [list(pair) for pair in caches]
+        for token in range(6):
+            y = x
+            for layer, pair in zip(layers, held, strict=True):
+                q, *new = (part.unflatten(2, (16, 64)).transpose(1, 2) for part in layer(y).chunk(3, 2))
+                pair[:] = [extended(cache, part, token) for cache, part in zip(pair, new, strict=True)]
+                k, v = (cache[:, :, : 8001 + token] for cache in pair)
+                y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    return steps
+
+
+def layer_called_for_each_step(kind: str) -> Callable[[bool], Run]:
+    def program(is_mended: bool) -> Run:
+        with torch.device("meta"):
+            table, layer = nn.Embedding(1000, 256), getattr(nn, kind)(256, 256, batch_first=True)
+            words = torch.zeros(64, 32, dtype=torch.long)
+
+        def outputs():
+            x = table(words)
+            if is_mended:
+                return layer(x)[0]
+            made, state = [], None
+            for place in range(32):
+                out, state = layer(x[:, place : place + 1], state)
+                made.append(out)
+            return torch.cat(made, 1)
+
+        def step():
+            table.zero_grad()
+            layer.zero_grad()
+            outputs().square().mean().backward()
+
+        return step
+
+    return program
+
+
 FAULTS = {
     "contiguous copies before attention": Fault(before_attention(torch.Tensor.contiguous), "no .contiguous()"),
     "heads repeated for attention": Fault(
@@ -403,6 +456,9 @@ FAULTS = {
     "scores of all tokens": Fault(scores_of_all_tokens, "take the rows that are read before the product"),
     "a loop over LSTM cells": Fault(loop_over_cells("LSTM", 1), "nn.LSTM over the whole sequence"),
     "a loop over two GRU cells": Fault(loop_over_cells("GRU", 2), "nn.GRU over the whole sequence"),
+    "a cache grown by cat": Fault(cache_grown_by_cat, "write each step's part into memory for all of them"),
+    "an LSTM called for each step": Fault(layer_called_for_each_step("LSTM"), "nn.LSTM over the whole sequence"),
+    "a GRU called for each step": Fault(layer_called_for_each_step("GRU"), "nn.GRU over the whole sequence"),
     "attention in fp32": Fault(attention_in_fp32, "bfloat16 there too"),
     "a mask for is_causal": Fault(mask_for_causal, "is_causal=True"),
     "dense gradient of a table": Fault(dense_gradient_of_a_table, "Embedding(sparse=True)"),

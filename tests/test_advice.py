@@ -709,6 +709,41 @@ def test_rows_that_are_held_in_the_end_are_not_taken_for_rows_that_nobody_reads(
     assert told is not is_held
 
 
+def test_a_layer_that_reads_what_it_said_last_is_not_told_to_take_the_whole_sequence():
+    with torch.device("meta"):
+        layer, x = nn.LSTM(256, 256, batch_first=True), torch.empty(64, 1, 256)
+
+    def talk():
+        out, state = x, None
+        for _ in range(16):
+            out, state = layer(out, state)
+
+    with FlopMeter(H100) as meter, torch.no_grad():
+        talk()
+    assert not any("over the whole sequence" in each.remedy for each in meter.report().advice)
+
+
+def test_a_tensor_that_grows_and_is_flattened_has_to_be_in_one_piece():
+    """Who reads a part of a static cache so copies it."""
+    with torch.device("meta"):
+        x = torch.empty(64, 1, 262144, dtype=HALF)
+
+    def grow(is_read: bool) -> None:
+        held = x
+        for _ in range(12):
+            held = torch.cat([held, x], 1)
+            if is_read:
+                held.view(-1).view(torch.int16).flip(0)
+
+    def is_told(is_read: bool) -> bool:
+        with FlopMeter(H100) as meter, torch.no_grad():
+            grow(is_read)
+        return any("static cache" in each.remedy for each in meter.report().advice)
+
+    assert not is_told(True)
+    assert is_told(False)
+
+
 def test_a_minor_fault_stands_by_what_it_wins():
     """An optimizer op by op wins less than a twentieth here, and torch.compile more than that. (A fault that wins more
     stands first whatever else wins: NCHW under AMP, above.)"""

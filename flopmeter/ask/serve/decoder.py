@@ -102,8 +102,8 @@ class Decoder:
             )
         if self.cache == "paged" and any(map(_runs_all_experts, kernels)):
             raise ServingError(
-                f"a step of {self.title} of transformers runs every expert on every token, which no server does: it cannot"
-                " be served"
+                f"a step of {self.title} of transformers runs every expert on every token, which no server does: it"
+                " cannot be served"
             )
         stops = sum(kernel.cost.blocks_host for kernel in in_one_kernel(kernels))
         if stops > self.config.num_hidden_layers:

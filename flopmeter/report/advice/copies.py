@@ -88,7 +88,7 @@ def _is_free_to_go(trace: Trace, op: Op) -> bool:
     return trace.storages[op.outputs[0].storage].role is None
 
 
-class _Whereabouts(NamedTuple):
+class Whereabouts(NamedTuple):
     """Where the elements of a storage lie now: those of sizes `shape` lay with steps `stride` from its start on."""
 
     shape: tuple[int, ...]
@@ -145,7 +145,7 @@ class _ReadThrough:
 
     def __init__(self, trace: Trace, device: Hardware, wanted: set[int]) -> None:
         self._trace, self._device, self._wanted = trace, device, wanted
-        self._places: dict[int, _Whereabouts] = {}
+        self._places: dict[int, Whereabouts] = {}
         self._copied: dict[int, int] = {}  # storages that were copied: by which op
         self.dropped: set[int] = set()
         self.repeats = set(wanted)  # and sums over what was repeated
@@ -170,7 +170,7 @@ class _ReadThrough:
             self.needed.add(copy)
             return
         self.dropped.add(index)
-        self._places[out.storage] = _Whereabouts(out.shape, out.stride, now, copy)
+        self._places[out.storage] = Whereabouts(out.shape, out.stride, now, copy)
         self._copied |= {out.storage: copy, now.storage: copy}
 
     def _follow(self, index: int, op: Op, copy: int) -> bool:
@@ -193,7 +193,7 @@ class _ReadThrough:
             self.repeats.add(index)
             self._leave_out(index, op.outputs[0], _first_of_each(read[0], op.outputs[0]), copy)
             return True
-        if not all(old.stride == new.stride or _takes(op, new) for old, new in now.items() if new):
+        if not all(old.stride == new.stride or takes(op, new) for old, new in now.items() if new):
             return False
         self.put_in[index] = rebuilt(op, lambda spec: now.get(spec) or spec)
         return True
@@ -231,7 +231,7 @@ class _ReadThrough:
         return call.name.startswith(_ATTENTION + backend)
 
 
-def _takes(op: Op, spec: TensorSpec) -> bool:
+def takes(op: Op, spec: TensorSpec) -> bool:
     """Whether the op reads a tensor with these steps where it is."""
     if (kind := op.call.func.overloadpacket) in _PRODUCTS:
         return 1 in spec.stride[-2:]
@@ -252,7 +252,7 @@ def _first_of_each(spec: TensorSpec, out: TensorSpec) -> TensorSpec:
     return spec._replace(shape=out.shape, stride=tuple(step for _, step in kept))
 
 
-def _like(out: TensorSpec, operand: TensorSpec, now: TensorSpec, copy: int) -> _Whereabouts:
+def _like(out: TensorSpec, operand: TensorSpec, now: TensorSpec, copy: int) -> Whereabouts:
     """Where a result lies that has the layout of an operand, if it had it before too."""
     times = operand.shape[1] // now.shape[1]
     batch, heads, *sizes = out.shape
@@ -261,7 +261,7 @@ def _like(out: TensorSpec, operand: TensorSpec, now: TensorSpec, copy: int) -> _
     follows = _from_innermost(out) == _from_innermost(operand)
     own = strides_of((batch, heads // times, *sizes), _from_innermost(now if follows else out))
     steps_now = (*own[:2], 0 if times > 1 else own[1], *own[2:])
-    return _Whereabouts(shape, stride, out._replace(shape=shape, stride=steps_now), copy)
+    return Whereabouts(shape, stride, out._replace(shape=shape, stride=steps_now), copy)
 
 
 def _from_innermost(spec: TensorSpec) -> list[int]:

@@ -56,7 +56,9 @@ def _read_rows(trace: Trace) -> dict[int, list[int]]:
             own = read.get(out.storage) if through and out is not None else _rows_of(spec, trace)
             before = read.setdefault(spec.storage, set())
             read[spec.storage] = None if own is None or before is None else before | own
-    found = {storage: sorted(rows) for storage, rows in read.items() if rows and trace.storages[storage].died is not None}
+    found = {
+        storage: sorted(rows) for storage, rows in read.items() if rows and trace.storages[storage].died is not None
+    }
     return {storage: rows for storage, rows in found.items() if _begins_with_product(trace, storage, found)}
 
 
@@ -97,7 +99,9 @@ def _rows_of(spec: TensorSpec, trace: Trace) -> set[int] | None:
     is_of_rows = spec.shape[-1] == size and spec.stride[-1] == 1 and not any(step % size for step in spec.stride[:-1])
     if not size or not is_of_rows or spec.offset % size or spec.numel * LEAST_UNREAD > made.numel:
         return None
-    lines = (range(0, count * step or 1, step or 1) for count, step in zip(spec.shape[:-1], spec.stride[:-1], strict=True))
+    lines = (
+        range(0, count * step or 1, step or 1) for count, step in zip(spec.shape[:-1], spec.stride[:-1], strict=True)
+    )
     return {(spec.offset + sum(places)) // size for places in product(*lines)}
 
 
