@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -149,6 +149,38 @@ def test_a_program_of_ranks_is_told_what_one_gpu_is(ranks):
     (compiled,) = (each for each in before.advice if each.remedy == "torch.compile")
     assert compiled.gain_seconds == pytest.approx(before.seconds - before.in_mode("compiled").seconds)
     assert ("collectives stay where they are" in compiled.why) == (ranks > 1)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_gradients_that_are_summed_for_each_of_several_batches_are_told_to_be_summed_once(as_view):
+    """Four batches to a step of the optimizer. Kept in the buckets or beside them."""
+
+    def report(is_mended):
+        with world(8):
+            with torch.device("meta"):
+                layers = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4))).to(HALF)
+                x = torch.empty(256, 4096, dtype=HALF)
+            model = DistributedDataParallel(layers, gradient_as_bucket_view=as_view)
+            optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+
+            def step():
+                for batch in range(4):
+                    with model.no_sync() if is_mended and batch < 3 else nullcontext():
+                        model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            for _ in range(3):  # the first ones make its buckets anew
+                step()
+            with FlopMeter(H100) as meter:
+                step()
+        return meter.report()
+
+    before, mended = report(is_mended=False), report(is_mended=True)
+    first = before.advice[0]
+    assert first.remedy.startswith("DistributedDataParallel's no_sync()")
+    assert first.gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.05)
+    assert not any("no_sync" in each.remedy for each in mended.advice)
 
 
 @pytest.mark.parametrize("device", ["a100-sxm4-80gb", "b200-sxm-180gb"])

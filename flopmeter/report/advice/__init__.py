@@ -8,6 +8,7 @@ kernels are above the least time of their work, and why.
 from __future__ import annotations
 
 from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
+    accumulation,
     attention,
     batch,
     copies,
