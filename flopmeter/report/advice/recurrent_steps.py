@@ -24,7 +24,7 @@ def steps_in_loops(report: Report) -> Iterator[Proposal]:
     trace = trace_of(report)
     put_in, dropped, names = dict[int, Op](), set[int](), set[str]()
     for steps in _loops(trace):
-        own = _Whole(trace, steps)
+        own = _OneCall(trace, steps)
         put_in |= own.put_in
         dropped |= own.dropped
         names.add(_MODES[trace.ops[steps[0]].call.argument("mode")])
@@ -58,7 +58,7 @@ def _loops(trace: Trace) -> list[list[int]]:
     ]
 
 
-class _Whole:
+class _OneCall:
     """One call in place of those of a loop, and one backward pass."""
 
     def __init__(self, trace: Trace, steps: list[int]) -> None:
