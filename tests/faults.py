@@ -290,6 +290,20 @@ def repeated(part: torch.Tensor) -> torch.Tensor:
     return part if part.shape[1] == 16 else part.repeat_interleave(4, dim=1)
 
 
+def mask_repeated_for_all(is_mended: bool) -> Run:
+    """Which sequences all share: the mask goes through memory once for each of them."""
+    with torch.device("meta"):
+        q, mask = torch.empty(4, 16, 2048, 64, dtype=HALF), torch.empty(2048, 2048, dtype=torch.bool)
+
+    def step():
+        y = q
+        for _ in range(4):
+            all_masks = mask.expand(4, 1, -1, -1)
+            y = F.scaled_dot_product_attention(y, y, y, all_masks if is_mended else all_masks.contiguous())
+
+    return step
+
+
 def one_hot_product(is_mended: bool) -> Run:
     with torch.device("meta"):
         table = nn.Embedding(32000, 512, dtype=HALF)
@@ -337,6 +351,20 @@ def casts_around_norms(is_mended: bool) -> Run:
     return lambda: model(x).sum().backward()
 
 
+def scores_of_all_tokens(is_mended: bool) -> Run:
+    """Of which the last one of each prompt is wanted, in fp32."""
+    with torch.device("meta"):
+        body, head = nn.Linear(2048, 2048, dtype=HALF), nn.Linear(2048, 50304, bias=False, dtype=HALF)
+        x = torch.empty(4, 1024, 2048, dtype=HALF)
+
+    @torch.no_grad()
+    def step():
+        hidden = body(x)
+        (head(hidden[:, -1:]).float() if is_mended else head(hidden).float()[:, -1:]).softmax(-1).argmax(-1)
+
+    return step
+
+
 def loop_over_cells(kind: str, layers: int) -> Callable[[bool], Run]:
     def program(is_mended: bool) -> Run:
         with torch.device("meta"):
@@ -363,16 +391,74 @@ def loop_over_cells(kind: str, layers: int) -> Callable[[bool], Run]:
     return program
 
 
+def cache_grown_by_cat(is_mended: bool) -> Run:
+    """Six tokens of eight sequences after 8,000 others, in two layers."""
+    with torch.device("meta"):
+        layers = [nn.Linear(1024, 3072, dtype=HALF) for _ in range(2)]
+        x = torch.empty(8, 1, 1024, dtype=HALF)
+        caches = [[torch.empty(8, 16, 8000 + 6 * is_mended, 64, dtype=HALF) for _ in "kv"] for _ in layers]
+
+    def extended(cache, part, token):
+        if not is_mended:
+            return torch.cat([cache, part], 2)
+        cache[:, :, 8000 + token : 8001 + token] = part
+        return cache
+
+    @torch.no_grad()
+    def steps():
+        held = [list(pair) for pair in caches]
+        for token in range(6):
+            y = x
+            for layer, pair in zip(layers, held, strict=True):
+                q, *new = (part.unflatten(2, (16, 64)).transpose(1, 2) for part in layer(y).chunk(3, 2))
+                pair[:] = [extended(cache, part, token) for cache, part in zip(pair, new, strict=True)]
+                k, v = (cache[:, :, : 8001 + token] for cache in pair)
+                y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    return steps
+
+
+def layer_called_for_each_step(kind: str) -> Callable[[bool], Run]:
+    def program(is_mended: bool) -> Run:
+        with torch.device("meta"):
+            table, layer = nn.Embedding(1000, 256), getattr(nn, kind)(256, 256, batch_first=True)
+            words = torch.zeros(64, 32, dtype=torch.long)
+
+        def outputs():
+            x = table(words)
+            if is_mended:
+                return layer(x)[0]
+            made, state = [], None
+            for place in range(32):
+                out, state = layer(x[:, place : place + 1], state)
+                made.append(out)
+            return torch.cat(made, 1)
+
+        def step():
+            table.zero_grad()
+            layer.zero_grad()
+            outputs().square().mean().backward()
+
+        return step
+
+    return program
+
+
 FAULTS = {
     "contiguous copies before attention": Fault(before_attention(torch.Tensor.contiguous), "no .contiguous()"),
     "heads repeated for attention": Fault(
         before_attention(repeated), "scaled_dot_product_attention(..., enable_gqa=True)", "a100-sxm4-80gb"
     ),
+    "a mask repeated for all sequences": Fault(mask_repeated_for_all, "no .contiguous()"),
     "a one-hot product": Fault(one_hot_product, "nn.Embedding"),
     "a backward pass for each loss": Fault(a_pass_for_each_loss, "one backward() of the sum of the losses"),
     "casts around norms": Fault(casts_around_norms, "bfloat16 there too"),
+    "scores of all tokens": Fault(scores_of_all_tokens, "take the rows that are read before the product"),
     "a loop over LSTM cells": Fault(loop_over_cells("LSTM", 1), "nn.LSTM over the whole sequence"),
     "a loop over two GRU cells": Fault(loop_over_cells("GRU", 2), "nn.GRU over the whole sequence"),
+    "a cache grown by cat": Fault(cache_grown_by_cat, "write each step's part into memory for all of them"),
+    "an LSTM called for each step": Fault(layer_called_for_each_step("LSTM"), "nn.LSTM over the whole sequence"),
+    "a GRU called for each step": Fault(layer_called_for_each_step("GRU"), "nn.GRU over the whole sequence"),
     "attention in fp32": Fault(attention_in_fp32, "bfloat16 there too"),
     "a mask for is_causal": Fault(mask_for_causal, "is_causal=True"),
     "dense gradient of a table": Fault(dense_gradient_of_a_table, "Embedding(sparse=True)"),

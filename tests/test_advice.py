@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -149,6 +149,38 @@ def test_a_program_of_ranks_is_told_what_one_gpu_is(ranks):
     (compiled,) = (each for each in before.advice if each.remedy == "torch.compile")
     assert compiled.gain_seconds == pytest.approx(before.seconds - before.in_mode("compiled").seconds)
     assert ("collectives stay where they are" in compiled.why) == (ranks > 1)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_gradients_that_are_summed_for_each_of_several_batches_are_told_to_be_summed_once(as_view):
+    """Four batches to a step of the optimizer. Kept in the buckets or beside them."""
+
+    def report(is_mended):
+        with world(8):
+            with torch.device("meta"):
+                layers = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4))).to(HALF)
+                x = torch.empty(256, 4096, dtype=HALF)
+            model = DistributedDataParallel(layers, gradient_as_bucket_view=as_view)
+            optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+
+            def step():
+                for batch in range(4):
+                    with model.no_sync() if is_mended and batch < 3 else nullcontext():
+                        model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            for _ in range(3):  # the first ones make its buckets anew
+                step()
+            with FlopMeter(H100) as meter:
+                step()
+        return meter.report()
+
+    before, mended = report(is_mended=False), report(is_mended=True)
+    first = before.advice[0]
+    assert first.remedy.startswith("DistributedDataParallel's no_sync()")
+    assert first.gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.05)
+    assert not any("no_sync" in each.remedy for each in mended.advice)
 
 
 @pytest.mark.parametrize("device", ["a100-sxm4-80gb", "b200-sxm-180gb"])
@@ -694,6 +726,54 @@ def test_gradients_of_several_batches_are_no_graph_that_is_walked_twice(batches)
     with FlopMeter(H100) as meter:
         step()
     assert not [each.remedy for each in meter.report().advice if each.remedy.startswith("one backward()")]
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_rows_that_are_held_in_the_end_are_not_taken_for_rows_that_nobody_reads(is_held):
+    with torch.device("meta"):
+        head, x = nn.Linear(2048, 50304, bias=False, dtype=HALF), torch.empty(4, 1024, 2048, dtype=HALF)
+    with FlopMeter(H100) as meter, torch.no_grad():
+        scores = head(x)
+        scores[:, -1].argmax(-1)
+        if not is_held:
+            del scores
+    told = any(each.remedy.startswith("take the rows") for each in meter.report().advice)
+    assert told is not is_held
+
+
+def test_a_layer_that_reads_what_it_said_last_is_not_told_to_take_the_whole_sequence():
+    with torch.device("meta"):
+        layer, x = nn.LSTM(256, 256, batch_first=True), torch.empty(64, 1, 256)
+
+    def talk():
+        out, state = x, None
+        for _ in range(16):
+            out, state = layer(out, state)
+
+    with FlopMeter(H100) as meter, torch.no_grad():
+        talk()
+    assert not any("over the whole sequence" in each.remedy for each in meter.report().advice)
+
+
+def test_a_tensor_that_grows_and_is_flattened_has_to_be_in_one_piece():
+    """Who reads a part of a static cache so copies it."""
+    with torch.device("meta"):
+        x = torch.empty(64, 1, 262144, dtype=HALF)
+
+    def grow(is_read: bool) -> None:
+        held = x
+        for _ in range(12):
+            held = torch.cat([held, x], 1)
+            if is_read:
+                held.view(-1).view(torch.int16).flip(0)
+
+    def is_told(is_read: bool) -> bool:
+        with FlopMeter(H100) as meter, torch.no_grad():
+            grow(is_read)
+        return any("static cache" in each.remedy for each in meter.report().advice)
+
+    assert not is_told(True)
+    assert is_told(False)
 
 
 def test_a_minor_fault_stands_by_what_it_wins():

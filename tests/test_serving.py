@@ -20,6 +20,7 @@ from flopmeter.ask.serve.formats import WEIGHTS  # noqa: E402
 from flopmeter.ask.serve.queue import RequestWork, expected_tokens, load  # noqa: E402
 from flopmeter.ask.serve.slo import read_slo  # noqa: E402
 from flopmeter.ask.serve.steps import StepModel  # noqa: E402
+from flopmeter.device.cluster import load_cluster  # noqa: E402
 
 H100, L40S, A100 = "h100-sxm5-80gb", "l40s", "a100-sxm4-80gb"
 LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 2, 4096, 14336, 32, 8, 32000
@@ -573,7 +574,10 @@ def test_links_of_many_gpus_say_what_they_sustain_and_what_share_of_a_step_they_
 
 
 def test_links_can_be_named_where_those_of_a_device_join_too_few():
-    assert "name a larger cluster" in served([L40S], gpus=16, output=1).unable[L40S]
+    too_few = served([L40S], gpus=16, output=1).unable[L40S]
+    larger = too_few.partition("name a larger cluster: ")[2].partition(", or a YAML file")[0].split(", ")
+    assert "dgx-h100" in larger
+    assert all((load_cluster(name).gpus or 16) >= 16 for name in larger)
     named = served([L40S], gpus=16, output=1, cluster="dgx-h100")
     assert named.rows[0].gpus == 16
     assert "links: l40s as in NVIDIA DGX H100 or H200" in str(named)

@@ -197,6 +197,34 @@ def test_of_a_model_that_takes_images_the_language_model_is_served_as_if_it_were
     assert "alone: what" not in str(both[1])
 
 
+def llama4(**changes):
+    return transformers.Llama4TextConfig(
+        **SMALL | {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2048} | changes, head_dim=64,
+        interleave_moe_layer_step=1, architectures=["Llama4ForCausalLM"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("picks", [1, 2])
+def test_a_token_of_llama_4_reads_and_runs_the_experts_that_it_picked_and_the_shared_one(picks):
+    """transformers runs all of them on all tokens."""
+    config, expert = llama4(num_local_experts=16, num_experts_per_tok=picks), 3 * 1024 * 2048
+    model = StepModel(decoder(config), "cudagraph", None, "bf16", {})
+    whole, device = model.decoder.parameter_bytes, load_hardware(H100)
+    one = sum(kernel.cost.bytes_read for kernel in model.report(device, 1, 1, 64).kernels)
+    embedding = 4000 * 1024 * 2
+    assert one == pytest.approx(whole - embedding - 2 * (16 - picks) * expert * 2, rel=0.03)
+    chunk = model.report(device, 1, 256, 0)
+    products = sum(kernel.cost.macs for kernel in chunk.kernels if "feed_forward" in kernel.op.module)
+    assert products == 256 * 2 * ((1 + picks) * expert + 16 * 1024)
+
+
+def test_two_ranks_share_each_expert_of_llama_4():
+    config = llama4(num_local_experts=16)
+    one, two = (decoder(config, ranks=ranks) for ranks in (1, 2))
+    assert two.all_reduces == 2 * 2
+    assert two.parameter_bytes == pytest.approx(one.parameter_bytes / 2, rel=0.01)
+
+
 def test_a_language_model_that_transformers_has_without_a_head_is_served_with_one():
     """Qwen2.5-VL's is Qwen2 with other rotations: as many weights, and a step of decoding takes as long."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -213,6 +241,15 @@ def test_a_model_whose_config_fits_one_rank_only_is_refused_in_one_line():
     config = transformers.HunYuanVLConfig() if hasattr(transformers, "HunYuanVLConfig") else pytest.skip("too old")
     with pytest.raises(ServingError, match="cannot be built for one of 4 GPUs"):
         decoder(config, ranks=4)
+
+
+@pytest.mark.parametrize("name", ["GptOss", "Mixtral"])
+def test_each_layer_of_experts_scores_them(name):
+    """Whether the scores go to topk as they are, as those of gpt-oss, or through a softmax."""
+    config = getattr(transformers, f"{name}Config")(**SMALL, num_local_experts=32, num_experts_per_tok=4, head_dim=32)
+    report = StepModel(decoder(config), "cudagraph", None, "bf16", {}).report(load_hardware(H100), 16, 1, 64)
+    scores = [kernel for kernel in report.kernels if kernel.cost.macs == 16 * SMALL["hidden_size"] * 32]
+    assert len(scores) == SMALL["num_hidden_layers"]
 
 
 def test_a_router_multiplies_by_its_weights_in_their_own_type():

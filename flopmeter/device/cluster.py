@@ -176,18 +176,24 @@ class Cluster(SchemaRecord):
     def check_size(self, world_size: int, gpus_per_node: int | None = None) -> None:
         """Raises HardwareError if the cluster has too few GPUs, or too few on a node."""
         used = gpus_per_node or self.gpus_per_node
-        nodes = 1 if self.inter is None else self.nodes
         if used > self.gpus_per_node:
             raise HardwareError(
                 f"the world has {used} GPUs on a node, cluster {self.name} has {self.gpus_per_node}: name a cluster of "
                 "such nodes, or give the world another gpus_per_node"
             )
-        if nodes is not None and world_size > nodes * used:
+        if not self._holds(world_size, used):
             on_each = "" if used == self.gpus_per_node else f" with {used} on a node"
+            larger = [name for name in available_clusters() if load_cluster(name)._holds(world_size, used)]
+            nodes = self.nodes if self.inter else 1
             raise HardwareError(
                 f"cluster {self.name} has {self.gpus} GPUs ({nodes} x {self.gpus_per_node}), too few for a world of "
-                f"{world_size}{on_each}; name a larger cluster: {', '.join(available_clusters())}, or a YAML file"
+                f"{world_size}{on_each}; name a larger cluster: {', '.join(larger)}, or a YAML file"
             )
+
+    def _holds(self, world_size: int, used: int) -> bool:
+        """Whether it has so many GPUs, if of each node so many are used."""
+        nodes = 1 if self.inter is None else self.nodes
+        return used <= self.gpus_per_node and (nodes is None or world_size <= nodes * used)
 
 
 AnyCluster = str | os.PathLike[str] | Cluster  # what load_cluster takes

@@ -25,6 +25,7 @@ from flopmeter.ask.serve.cache import CacheKind, KeptLayer, ServingError, empty_
 from flopmeter.ask.serve.engine import choose_tokens, pack
 from flopmeter.ask.serve.headed import Headed
 from flopmeter.ask.serve.linear_attention import with_kernels
+from flopmeter.ask.serve.picked_experts import pick_experts
 from flopmeter.known_values.assumptions import DataDependentError
 from flopmeter.launch.grouped_matmul import in_one_kernel
 from flopmeter.meter import FlopMeter
@@ -99,6 +100,11 @@ class Decoder:
                 f"transformers takes no other kernels for the attention of {self.title}, so that a paged cache cannot"
                 " be read: take cache='transformers'"
             )
+        if self.cache == "paged" and any(map(_runs_all_experts, kernels)):
+            raise ServingError(
+                f"a step of {self.title} of transformers runs every expert on every token, which no server does: it"
+                " cannot be served"
+            )
         stops = sum(kernel.cost.blocks_host for kernel in in_one_kernel(kernels))
         if stops > self.config.num_hidden_layers:
             raise ServingError(
@@ -135,6 +141,11 @@ class Decoder:
                 choose_tokens(out.logits)
 
 
+def _runs_all_experts(kernel: Kernel) -> bool:
+    """Whether it multiplies by the weights of several experts, [experts, ...], whether a token picked them or not."""
+    return kernel.op.call.func.overloadpacket is aten.bmm and kernel.op.module.rpartition(".")[2] == "experts"
+
+
 def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
     """The share of one of `ranks` tensor parallel ranks.
 
@@ -164,6 +175,7 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
     own = Decoder(model, share, cache, ranks, part_of=given.model_type if config is not given else None)
     if cache == "paged":
         pack(own.model)
+        pick_experts(own.model)
     if ranks == 1:
         return own
     if _in_layers(model, share) * ranks > MOST_COPIED * _in_layers(whole, config):

@@ -103,7 +103,7 @@ def _is_of_data(kernel: Kernel) -> bool:
 
 
 def _with_one_choice(kernels: list[Kernel], layer: str) -> list[Kernel]:
-    """Without the small kernels beside `topk` after the product that gives the scores."""
+    """Without the small kernels beside the one of `topk` that reads scores, after the product that gives them."""
     start = len(kernels)
     while start and not kernels[start - 1].cost.macs and kernels[start - 1].op.module.startswith(layer):
         start -= 1
@@ -113,7 +113,7 @@ def _with_one_choice(kernels: list[Kernel], layer: str) -> list[Kernel]:
     chosen = [kernel for kernel in kernels[start:] if kernel.op.call.func.overloadpacket is aten.topk]
     return [
         *_with_scores_uncast(kernels[:start]),
-        *(k for k in kernels[start:] if k in chosen[-1:] or any(spec.numel > scores for spec in k.op.call.outputs)),
+        *(k for k in kernels[start:] if k in chosen[:1] or any(spec.numel > scores for spec in k.op.call.outputs)),
     ]
 
 

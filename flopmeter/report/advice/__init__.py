@@ -8,17 +8,21 @@ kernels are above the least time of their work, and why.
 from __future__ import annotations
 
 from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
+    accumulation,
     attention,
     batch,
     copies,
     gradients,
+    growing,
     host_copies,
     layout,
     needless,
     optimizers,
     recurrent,
+    recurrent_steps,
     tables,
     uncompiled_flex,
+    unread,
 )
 from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything
 from flopmeter.report.advice.spots import Timed, floor_of, modules_and_lines, places_of, spot_of, timed, wall_clock

@@ -47,21 +47,24 @@ def needless_copies(report: Report) -> Iterator[Proposal]:
 
 def _read_through(report: Report, of_heads: bool, why: str, remedy: str) -> Iterator[Proposal]:
     trace = trace_of(report)
-    wanted = {
-        index
-        for index, op in enumerate(trace.ops)
-        if op.phase != "backward" and _is_free_to_go(trace, op) and of_heads == _repeats(op.inputs[0])
-    }
-    while wanted:
-        walk = _ReadThrough(trace, report.hardware, wanted)
-        walk.run()
-        if not walk.needed:
-            break
-        wanted -= walk.needed
-    if wanted:
+    free = {index for index, op in enumerate(trace.ops) if op.phase != "backward" and _is_free_to_go(trace, op)}
+    repeated = {index for index in free if _repeats(trace.ops[index].inputs[0])}
+    shared = _walked(trace, report.hardware, repeated).shared & repeated if repeated else set[int]()
+    walk = _walked(trace, report.hardware, shared if of_heads else free - shared)
+    if walk.dropped:
         if of_heads:
             walk.dropped |= {place for index in walk.repeats for place in _views_around(trace, index)}
         yield with_other_ops(report, why, remedy, walk.dropped, walk.put_in, about=walk.dropped)
+
+
+def _walked(trace: Trace, device: Hardware, wanted: set[int]) -> _ReadThrough:
+    """The way through the ops without as many of these copies as nobody needs."""
+    while True:
+        walk = _ReadThrough(trace, device, wanted)
+        walk.run()
+        if not walk.needed:
+            return walk
+        wanted = wanted - walk.needed
 
 
 def _views_around(trace: Trace, index: int) -> Iterator[int]:
@@ -85,7 +88,7 @@ def _is_free_to_go(trace: Trace, op: Op) -> bool:
     return trace.storages[op.outputs[0].storage].role is None
 
 
-class _Whereabouts(NamedTuple):
+class Whereabouts(NamedTuple):
     """Where the elements of a storage lie now: those of sizes `shape` lay with steps `stride` from its start on."""
 
     shape: tuple[int, ...]
@@ -142,10 +145,11 @@ class _ReadThrough:
 
     def __init__(self, trace: Trace, device: Hardware, wanted: set[int]) -> None:
         self._trace, self._device, self._wanted = trace, device, wanted
-        self._places: dict[int, _Whereabouts] = {}
+        self._places: dict[int, Whereabouts] = {}
         self._copied: dict[int, int] = {}  # storages that were copied: by which op
         self.dropped: set[int] = set()
         self.repeats = set(wanted)  # and sums over what was repeated
+        self.shared = set[int]()  # copies of keys and values for heads that share them
         self.put_in: dict[int, Op] = {}
         self.needed: set[int] = set()
 
@@ -166,7 +170,7 @@ class _ReadThrough:
             self.needed.add(copy)
             return
         self.dropped.add(index)
-        self._places[out.storage] = _Whereabouts(out.shape, out.stride, now, copy)
+        self._places[out.storage] = Whereabouts(out.shape, out.stride, now, copy)
         self._copied |= {out.storage: copy, now.storage: copy}
 
     def _follow(self, index: int, op: Op, copy: int) -> bool:
@@ -189,7 +193,7 @@ class _ReadThrough:
             self.repeats.add(index)
             self._leave_out(index, op.outputs[0], _first_of_each(read[0], op.outputs[0]), copy)
             return True
-        if not all(old.stride == new.stride or _takes(op, new) for old, new in now.items() if new):
+        if not all(old.stride == new.stride or takes(op, new) for old, new in now.items() if new):
             return False
         self.put_in[index] = rebuilt(op, lambda spec: now.get(spec) or spec)
         return True
@@ -205,6 +209,9 @@ class _ReadThrough:
             return False
         for out, spec, operand in zip(op.outputs, before, (q, k, v) if is_backward else (q,), strict=False):
             self._places[out.storage] = _like(out, spec, operand, copy)
+        for spec, operand in zip(before[1:], (k, v), strict=True):
+            if operand.shape[1] < spec.shape[1] or (operand.shape[1] > 1 and not operand.stride[1]):
+                self.shared.add(self._places[spec.storage].copy)
         now |= {spec: self._in_heads(spec) for spec in op.outputs}
         self.put_in[index] = rebuilt(op, lambda spec: now.get(spec) or spec)
         return True
@@ -224,7 +231,7 @@ class _ReadThrough:
         return call.name.startswith(_ATTENTION + backend)
 
 
-def _takes(op: Op, spec: TensorSpec) -> bool:
+def takes(op: Op, spec: TensorSpec) -> bool:
     """Whether the op reads a tensor with these steps where it is."""
     if (kind := op.call.func.overloadpacket) in _PRODUCTS:
         return 1 in spec.stride[-2:]
@@ -245,7 +252,7 @@ def _first_of_each(spec: TensorSpec, out: TensorSpec) -> TensorSpec:
     return spec._replace(shape=out.shape, stride=tuple(step for _, step in kept))
 
 
-def _like(out: TensorSpec, operand: TensorSpec, now: TensorSpec, copy: int) -> _Whereabouts:
+def _like(out: TensorSpec, operand: TensorSpec, now: TensorSpec, copy: int) -> Whereabouts:
     """Where a result lies that has the layout of an operand, if it had it before too."""
     times = operand.shape[1] // now.shape[1]
     batch, heads, *sizes = out.shape
@@ -254,7 +261,7 @@ def _like(out: TensorSpec, operand: TensorSpec, now: TensorSpec, copy: int) -> _
     follows = _from_innermost(out) == _from_innermost(operand)
     own = strides_of((batch, heads // times, *sizes), _from_innermost(now if follows else out))
     steps_now = (*own[:2], 0 if times > 1 else own[1], *own[2:])
-    return _Whereabouts(shape, stride, out._replace(shape=shape, stride=steps_now), copy)
+    return Whereabouts(shape, stride, out._replace(shape=shape, stride=steps_now), copy)
 
 
 def _from_innermost(spec: TensorSpec) -> list[int]:

@@ -1,0 +1,123 @@
+"""Rows of products that nobody reads, as the scores of all tokens of a prompt where the last one's are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise, product
+
+import torch
+
+from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.records.memory_format import strides_of
+from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.rewrite import is_view, rebuilt
+from flopmeter.report.report import Report
+from flopmeter.torch_names.operators import aten
+
+_PRODUCTS = (aten.mm, aten.addmm)
+_CASTS = (aten._to_copy, aten.clone)
+LEAST_UNREAD = 2  # times as many rows are made as are read
+
+
+@remedy
+def unread_rows(report: Report) -> Iterator[Proposal]:
+    """Not in training, where the rows that nobody reads have gradients of zeros."""
+    trace = trace_of(report)
+    if any(op.phase == "backward" for op in trace.ops):
+        return
+    rows = _read_rows(trace)
+    put_in = {}
+    for index, op in enumerate(trace.ops):
+        kept = rows.get(op.outputs[0].storage) if op.outputs else None
+        made_here = kept and trace.storages[op.outputs[0].storage].born == index
+        if kept and (made_here or not is_view(op)):
+            put_in[index] = _cut(op, rows, kept)
+        elif not is_view(op) and not rows.keys().isdisjoint(op.storages):
+            put_in[index] = _cut(op, rows, [])
+    about = {index for index in put_in if trace.ops[index].call.func.overloadpacket in _PRODUCTS}
+    if about:
+        yield with_other_ops(
+            report, "of most rows that it makes nothing is read",
+            "take the rows that are read before the product (logits_to_keep of transformers), not after it",
+            (), put_in, about=about,
+        )  # fmt: skip
+
+
+def _read_rows(trace: Trace) -> dict[int, list[int]]:
+    """Of storages that a product begins, that nobody holds at the end, and of which few rows are read: these rows."""
+    read: dict[int, set[int] | None] = {}  # by storage; None: all
+    for index in range(len(trace.ops) - 1, -1, -1):
+        op = trace.ops[index]
+        if is_view(op):
+            continue
+        out = op.outputs[0] if len(op.outputs) == 1 else None
+        through = out is not None and _goes_row_by_row(op, out) and trace.storages[out.storage].born == index
+        for spec in op.inputs:
+            own = read.get(out.storage) if through and out is not None else _rows_of(spec, trace)
+            before = read.setdefault(spec.storage, set())
+            read[spec.storage] = None if own is None or before is None else before | own
+    found = {
+        storage: sorted(rows) for storage, rows in read.items() if rows and trace.storages[storage].died is not None
+    }
+    return {storage: rows for storage, rows in found.items() if _begins_with_product(trace, storage, found)}
+
+
+def _begins_with_product(trace: Trace, storage: int, found: dict[int, list[int]]) -> bool:
+    born = trace.storages[storage].born
+    if born < 0:
+        return False
+    op = trace.ops[born]
+    if op.call.func.overloadpacket in _PRODUCTS:
+        steps = {after - before for before, after in pairwise(found[storage])}
+        return len(steps) <= 1 and LEAST_UNREAD * len(found[storage]) <= op.outputs[0].shape[0]
+    return _goes_row_by_row(op, op.outputs[0]) and any(
+        spec.storage in found and _begins_with_product(trace, spec.storage, found) for spec in op.inputs
+    )
+
+
+def _goes_row_by_row(op: Op, out: TensorSpec) -> bool:
+    """Whether each row of the result, in one block, is made of the same row of the one operand."""
+    kind = op.call.func.overloadpacket
+    return (
+        (kind in _CASTS or torch.Tag.pointwise in op.call.func.tags)
+        and not op.call.func._schema.is_mutable
+        and len(op.inputs) == 1
+        and op.inputs[0].shape == out.shape
+        and all(spec.stride == strides_of(spec.shape, range(len(spec.shape))[::-1]) for spec in (op.inputs[0], out))
+    )
+
+
+def _rows_of(spec: TensorSpec, trace: Trace) -> set[int] | None:
+    """The rows, of the length of what the storage's first op made, that are read whole; None: all, or no such rows."""
+    born = trace.storages[spec.storage].born
+    if born < 0 or not spec.is_strided or not spec.shape:
+        return None
+    op, made = trace.ops[born], trace.ops[born].outputs[0]
+    if op.call.func.overloadpacket not in _PRODUCTS and not _goes_row_by_row(op, made):
+        return None
+    size = made.shape[-1] if made.shape else 0
+    is_of_rows = spec.shape[-1] == size and spec.stride[-1] == 1 and not any(step % size for step in spec.stride[:-1])
+    if not size or not is_of_rows or spec.offset % size or spec.numel * LEAST_UNREAD > made.numel:
+        return None
+    lines = (
+        range(0, count * step or 1, step or 1) for count, step in zip(spec.shape[:-1], spec.stride[:-1], strict=True)
+    )
+    return {(spec.offset + sum(places)) // size for places in product(*lines)}
+
+
+def _cut(op: Op, rows: dict[int, list[int]], kept: list[int]) -> Op:
+    """The op with tensors of these rows alone; a product reads so many rows of its operand as it makes."""
+    is_product = op.call.func.overloadpacket in _PRODUCTS
+    left = op.inputs[-2] if is_product and kept else None
+
+    def cut(spec: TensorSpec) -> TensorSpec:
+        if spec.storage in rows:
+            count = len(rows[spec.storage])
+            shape = spec.shape if spec.numel == count * spec.shape[-1] else (count, spec.shape[-1])
+            return spec._replace(shape=shape, stride=strides_of(shape, range(len(shape))[::-1]), offset=0)
+        if left is not None and spec.storage == left.storage and spec.shape == left.shape:
+            step = kept[1] - kept[0] if len(kept) > 1 else 1
+            return spec._replace(shape=(len(kept), spec.shape[1]), stride=(spec.stride[0] * step, spec.stride[1]))
+        return spec
+
+    return rebuilt(op, cut)
