@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from flopmeter import Split, load_hardware
 from flopmeter.ask.plan.blocks import Blocks
 from flopmeter.ask.plan.compose import SplitWork, compose
-from flopmeter.ask.plan.layers import LayerCosts, PartCost, PassCost
+from flopmeter.ask.plan.layers import LayerCosts, PartCost, PassCost, meter_layers
 from flopmeter.ask.plan.memory import RankMemory, least_bytes, memory_of
-from flopmeter.device.cluster import Cluster, Link, price_collective
+from flopmeter.ask.plan.program import Where
+from flopmeter.ask.plan.splits import Shape
+from flopmeter.ask.plan.subject import subject_of
+from flopmeter.device.cluster import Cluster, Link, load_cluster, price_collective
+from flopmeter.models.llama import Llama, LlamaConfig
 from flopmeter.records import Collective
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 H100 = load_hardware("h100-sxm5-80gb")
 BANDWIDTH = 0.91 * 3350e9
 ONE = Split(dp=1, fsdp=1, tp=1, cp=1, pp=1, ep=1, microbatch=1, recompute="none", schedule="none")
@@ -117,3 +123,20 @@ def test_no_split_takes_less_memory_than_the_least_and_its_state_is_that(fsdp: i
     assert least <= memory_of(each).peak_bytes
     of_trained = 12 if fsdp > 1 else 12 + 4 + 2
     assert least == 2 * (of_trained * (1_000_000 - frozen) + 2 * frozen) / fsdp
+
+
+def test_a_compiled_layer_waits_for_each_collective_of_tensor_parallelism_and_computes_with_none_beside_it() -> None:
+    """With sequence parallelism each half of a layer gathers 2,048 tokens and scatters their sums, in either
+    direction. Compiled, they run on the stream that computes."""
+    config = LlamaConfig(layers=2, width=2048, heads=16, kv_heads=8, hidden=5632, vocabulary=1000)
+    cluster = load_cluster("dgx-h100")
+    where = Where(2048, H100, cluster, "compiled", {})
+    layer = meter_layers(subject_of(partial(Llama, config)), where, Shape(8, 1, 1, 1, "none")).layers[0]
+    seconds = sum(
+        price_collective(Collective(kind, 2048 * 2048 * 2, tuple(range(8))), cluster).seconds
+        for kind in ("all_gather", "reduce_scatter")
+    )
+    assert layer.forward.communication_seconds == pytest.approx(2 * seconds, rel=1e-6)
+    assert layer.backward.communication_seconds == pytest.approx(2 * seconds, rel=1e-6)
+    others = layer.forward.seconds - layer.forward.communication_seconds
+    assert layer.forward.compute_seconds + layer.forward.memory_seconds < others
