@@ -9,6 +9,19 @@ import torch
 from torch import nn
 
 from flopmeter import FlopMeter
+from flopmeter.report.quantities import (
+    counted,
+    decimal,
+    duration,
+    figure,
+    in_gb,
+    in_ms,
+    percent,
+    percent_of,
+    scale,
+    tick,
+    with_prefix,
+)
 from flopmeter.report.report import Report
 from flopmeter.report.winning import where_to_win
 
@@ -138,3 +151,41 @@ def test_the_table_of_a_speed_up_has_both_ways_side_by_side() -> None:
     assert (moved, then) == pytest.approx((6 * 4 * 2**28 / 1e9, 2 * 4 * 2**28 / 1e9), rel=0.005)
     assert before == pytest.approx(1e3 * report.seconds, rel=0.02)
     assert float(line.split()[8].removesuffix("x")) == pytest.approx(before / after, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (duration(0.9996), "1 s"),
+        (duration(0.9994), "999 ms"),
+        (duration(9.996e-4), "1 ms"),
+        (duration(12.34), "12.3 s"),
+        (duration(123.4e-6), "123 µs"),
+        (with_prefix(999, "B"), "999 B"),
+        (with_prefix(1000, "B"), "1.00 kB"),
+        (with_prefix(2e12, "B/s"), "2.00 TB/s"),
+        (with_prefix(3e-9, "J"), "3.00 nJ"),
+        (with_prefix(4e-12, "J"), "0.00400 nJ"),
+        (decimal(0.004), "<0.01"),
+        (decimal(0), "0"),
+        (decimal(0.01), "0.01"),
+        (decimal(2e6), "2.00e+06"),
+        (figure(1234.5), "1234"),
+        (figure(99.96), "100"),
+        (figure(0.12345), "0.123"),
+        (figure(None), "–"),
+        (tick(10_000), "10 k"),
+        (tick(0.1), "0.1"),
+        (counted(1, "read"), "1 read"),
+        (counted(2, "pass", "passes"), "2 passes"),
+        (in_gb(2.5e9), "2.5"),
+        (in_gb(None), "–"),
+        (in_ms(0.00123), "1.23"),
+        (percent_of(1, 0), 0),
+        (percent(0.125, 1), "12.5"),
+        (scale([1, 2e6], "B"), (1e6, "MB")),
+        (scale([], "B"), (1.0, "B")),
+    ],
+)
+def test_quantities_are_written_in_three_digits_of_a_unit_that_fits(written: object, expected: object) -> None:
+    assert written == expected
