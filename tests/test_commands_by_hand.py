@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flopmeter import load_hardware
+from flopmeter.cli import main
 from flopmeter.cli.difference import COSTS, ReportFileError, difference, read_report
 from flopmeter.cli.hardware_table import in_full, overview
 from flopmeter.cli.prices import load_prices
@@ -107,3 +109,61 @@ def test_stated_prices_go_before_those_of_files_and_each_is_named(tmp_path: Path
         load_prices(["l4=1", "l4=2"], ["l4"])
     with pytest.raises(ValueError, match="name t4 there or leave it out"):
         load_prices(["t4=1"], ["l4"])
+
+
+TARGET = """
+import torch
+from torch import nn
+
+class Attends(nn.Module):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+class Picks(nn.Module):
+    def forward(self, x):
+        return x[x > 0] * 2
+
+class Fails(nn.Module):
+    def forward(self, x):
+        raise ValueError
+
+def attends():
+    return Attends(), (torch.empty(1, 1, 4, 16, dtype=torch.bfloat16),)
+
+def picks():
+    return Picks(), (torch.empty(1000, device="meta"),)
+
+def fails():
+    return Fails(), (torch.empty(1),)
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(TARGET)
+    return path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["table", *arguments, "--hardware", "h100-sxm5-80gb", "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def test_the_command_counts_attention_in_full_or_where_it_is_visible(target: Path, capsys: Any) -> None:
+    """Four tokens see ten of sixteen pairs, each of which takes two products of depth 16."""
+    found = {how: printed(capsys, f"{target}:attends", "--causal", how) for how in ("full", "exact")}
+    assert {how: each["totals"]["flops"] for how, each in found.items()} == {"full": 4 * 16 * 16, "exact": 4 * 16 * 10}
+
+
+def test_the_command_takes_a_share_of_a_mask_that_nobody_knows(target: Path, capsys: Any) -> None:
+    """A quarter of 1,000 numbers is multiplied."""
+    found = printed(capsys, f"{target}:picks", "--mask-fraction", "0.25")
+    (product,) = [row for row in found["rows"]["op"] if row["name"] == "mul"]
+    assert (product["flops"], product["bytes_written"]) == (250, 1000)
+    assert any("0.25" in assumed for assumed in found["assumptions"])
+
+
+def test_an_error_without_a_message_is_told_with_its_place(target: Path, capsys: Any) -> None:
+    assert main(["table", f"{target}:fails"]) != 0
+    assert "raised ValueError: without a message (mine.py:15)" in capsys.readouterr().err
