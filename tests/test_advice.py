@@ -966,6 +966,22 @@ def test_a_repeated_operand_is_named_as_the_reason_and_not_a_change_of_order():
     assert "another order" in reason_of("clone", lambda: x.transpose(1, 2).contiguous())
 
 
+def test_what_takes_many_instructions_an_element_is_not_said_to_have_operands_that_lie_apart():
+    """Operands of one shape and order, or none at all."""
+    image, x = torch.empty(64, 64, 112, 112, device="meta"), torch.empty(2**25, device="meta")
+    half, rows = x.bfloat16(), x.view(8192, 4096)
+    assert "random numbers" in reason_of("normal_", x.normal_)
+    assert "another type" in reason_of("_to_copy", half.float)
+    pool, enlarge = torch.nn.functional.avg_pool2d, torch.nn.functional.interpolate
+    programs = {
+        "avg_pool2d": lambda: pool(image, 2),
+        "upsample_nearest2d": lambda: enlarge(image, scale_factor=2),
+        "roll": lambda: rows.roll(5, 0),
+    }
+    for name, program in programs.items():
+        assert reason_of(name, program) == "it takes longer to compute where each element lies than to move its bytes"
+
+
 def test_a_convolution_whose_image_is_turned_is_not_called_bound_by_memory():
     """In tf32 at 345 FLOP/B, over the ridge point of 148: what moves is the layout."""
     x, weight = (torch.empty(shape, device="meta") for shape in ((64, 256, 4096), (256, 256, 3)))

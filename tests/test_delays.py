@@ -43,6 +43,7 @@ def test_a_plan_without_delays_says_nothing_of_them_and_one_with_says_each() -> 
     without, slow = small(), small(delays=Delays(data_seconds=1000.0, checkpoint_seconds=500.0, checkpoint_every=10))
     assert "delays" not in str(without)
     assert "each step also waits: a batch every 1e+03 s, a checkpoint of 500 s every 10 steps" in str(slow)
+    assert str(Delays(straggling=0.025)) == "ranks that differ by 2.5 %"
     for plain, row in zip(without.rows, slow.rows, strict=True):
         assert row.split == plain.split
         assert row.seconds == 1050.0

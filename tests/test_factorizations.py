@@ -26,7 +26,8 @@ def square(*batch: int, size: int = 1024) -> Tensor:
 
 # By LAPACK's own loops. A reflector: the norm and the scaling of larfg, gemv and ger of larf; geqr2 makes one for each
 # column, org2r applies them in turn. getf2: a pivot, then scaling and update. potrf: 16 blocks of 64, each factored,
-# solved with and taken off the rest. latrd has seven matrix-vector products a column and four calls on vectors.
+# solved with and taken off the rest; so are those of reflectors that ormqr applies. gehd2: a reflector, applied from
+# either side. trsm and each of trtri's and lauum's passes: a block, and the rest. latrd has seven matrix-vector products a column and four calls on vectors.
 @pytest.mark.parametrize(
     ("run", "kernels"),
     [
@@ -41,6 +42,12 @@ def square(*batch: int, size: int = 1024) -> Tensor:
         (lambda: torch.linalg.eigh(square(6, size=100)), 6 * 11 * 100),
         (lambda: torch.linalg.eigh(square(6, size=32)), 11 * 32),
         (lambda: torch.linalg.lu_factor_ex(square(6, size=100)), 2 * 100),
+        (lambda: torch.linalg.eigvals(square(2, size=100)), 2 * 6 * 100),
+        (lambda: torch.linalg.householder_product(square(), torch.empty(512, device="meta")), 4 * 512),
+        (lambda: torch.ormqr(square(), torch.empty(512, device="meta"), square()), 3 * 8),
+        (lambda: torch.linalg.lstsq(square(), square()), 4 * 1024 + 2 * 16),
+        (lambda: torch.linalg.inv_ex(square()), 2 * 1024 + 4 * 16),
+        (lambda: torch.cholesky_inverse(square()), 4 * 16),
     ],
 )
 def test_as_many_kernels_wait_for_each_other_as_lapack_makes_calls(run: Callable[[], object], kernels: int) -> None:

@@ -343,6 +343,31 @@ def test_elements_that_lie_apart_bring_the_rest_of_their_sectors(shape, stride, 
     assert sectors_of(shape, stride, 2, 32) == pytest.approx(32 * sectors, abs=31)
 
 
+def test_columns_of_one_tensor_bring_its_sectors_once_however_many_are_read():
+    """Rows of 16 bytes, two to a sector: all 67 MB are moved to read 16.8 MB of them, or twice or three times as much;
+    beside 16.8 MB written that is 2.5 times what a column by itself moves."""
+    x, alone = meta(2**22, 4), meta(2**22)
+    seconds = []
+    for program in (
+        lambda: alone.exp(), lambda: x[:, 0].exp(), lambda: x[:, 0] + x[:, 1], lambda: torch.lerp(*x.unbind(1)[:3])
+    ):  # fmt: skip
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            program()
+        seconds.append(meter.report().kernel_seconds)
+    assert seconds[1:] == pytest.approx([2.5 * seconds[0]] * 3, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("inner", "columns", "threads"),
+    [(64, 64, 1024), (64, 63, 64), (65, 64, 65), (4, 64, 256), (4, 200, 512), (1025, 64, 1024), (16, 1000, 1024)],
+)
+def test_a_softmax_over_another_dimension_has_several_threads_a_row_where_few_rows_are_long(inner, columns, threads):
+    """SpatialSoftMax_getBlockSize in SoftMax.cu: up to 64 neighbours whose rows have 64 elements or more; as many
+    threads, a power of two, as fit into 1,024 and as a row has elements."""
+    (cost,) = costs_of(calls_of(lambda: meta(8, columns, inner).softmax(1))[-1])
+    assert cost.work.grid.threads == threads
+
+
 def test_compiled_code_has_no_block_for_each_row_that_it_looks_up():
     """262,144 rows of 128 bytes are one kernel over 16.8 million elements."""
     table, numbers = meta(2**20, 64, dtype=BF16), ids(2**18)

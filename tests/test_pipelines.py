@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
 from flopmeter import FlopMeter, Report
-from flopmeter.ask.pipeline import Pipeline, time_pipeline
+from flopmeter.ask.pipeline import Pipeline, pipeline_ranks, time_pipeline
 from flopmeter.costs import kernels_of
 from flopmeter.costs.data_movement.communication import is_message, message_ends
 from flopmeter.device.cluster import Cluster, Link
@@ -377,6 +377,7 @@ def test_a_world_leaves_no_hook_and_no_backend_behind():
 def test_other_dimensions_have_their_first_rank_stand_for_all():
     found = time_pipeline(partial(scheduled, ScheduleGPipe), {"pp": 2, "dp": 4}, H100)
     assert [row.rank for row in found.rows] == [0, 4]
+    assert [*pipeline_ranks({"dp": 2, "pp": 4, "tp": 3}, "pp")] == [0, 3, 6, 9]
 
 
 def test_a_trace_of_all_ranks_has_a_host_and_a_device_for_each(tmp_path: Path):

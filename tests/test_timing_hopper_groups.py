@@ -53,6 +53,17 @@ def test_groups_of_24_channels_take_longer_than_those_of_32_that_they_are_widene
     assert narrow[1] > 2 * wide[1]
 
 
+@pytest.mark.parametrize(("channels", "dtype"), [(64, torch.bfloat16), (32, torch.float32)])
+def test_groups_as_wide_as_a_tile_multiply_no_zeros(channels, dtype):
+    """128 bytes of channels. Of half as many half a tile is zeros, and tiles of several groups are no faster."""
+
+    def rate(width):
+        forward, _ = convolved((64, 8 * width, 28, 28), (8 * width, width, 3, 3), 1, True, dtype=dtype)
+        return width**2 / forward
+
+    assert rate(channels) > 2.5 * rate(channels // 2)
+
+
 def test_groups_in_tf32_take_about_as_long_as_on_an_h100():
     forward, backward = convolved((32, 256, 56, 56), (256, 8, 3, 3), 1, False, dtype=torch.float32)
     assert forward * 1e6 == pytest.approx(275, rel=0.15)

@@ -311,6 +311,14 @@ def histogram(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def doubled(x_ptr, out_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    x = tl.make_tensor_descriptor(x_ptr, shape=[M, N], strides=[N, 1], block_shape=[BM, BN])
+    out = tl.make_tensor_descriptor(out_ptr, shape=[M, N], strides=[N, 1], block_shape=[BM, BN])
+    at = [tl.program_id(0) * BM, tl.program_id(1) * BN]
+    out.store(at, x.load(at) + x.load(at))
+
+
+@triton.jit
 def tanh(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + at, libdevice.tanh(tl.load(x_ptr + at, mask=at < n)), mask=at < n)
@@ -424,6 +432,19 @@ def test_an_atomic_addition_is_a_flop_and_reads_and_writes_what_it_adds_to(kerne
     x, out = meta(4096, dtype=torch.float32), meta(1 << 20, dtype=torch.float32)
     (cost,) = costs(lambda: kernels.histogram[(4,)](x, out, 4096, BLOCK=1024))
     assert (cost.flops, cost.bytes_read, cost.bytes_written) == (4096, 2 * 4 * 4096, 4 * 4096)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_tiles_that_descriptors_load_and_store_are_counted_as_those_of_pointers(kernels, dtype):
+    """2 x 8 programs of 64 x 128 numbers, each loaded twice, of tensors of 1,024 x 1,024. How much of integers goes
+    through a descriptor is not seen: then it is taken to be all."""
+    x, out = meta(1024, 1024, dtype=dtype), meta(1024, 1024, dtype=dtype)
+    (cost,) = costs(lambda: kernels.doubled[(2, 8)](x, out, 1024, 1024, BM=64, BN=128))
+    tiles, is_float = 16 * 64 * 128, dtype.is_floating_point
+    assert cost.op_class != "uncounted"
+    assert cost.flops == is_float * tiles
+    assert (cost.bytes_read, cost.bytes_written) == ((2 * 4 * tiles, 4 * tiles) if is_float else (4 << 20, 4 << 20))
 
 
 @needs_triton

@@ -18,6 +18,7 @@ from flopmeter.costs import RULES, find_rule
 from flopmeter.costs.traffic import is_view
 from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Cost, VectorWork
+from flopmeter.report.advice.spots import integers_for
 from flopmeter.torch_names.private import DispatchKey
 
 # Arguments for ops whose schema does not tell what shapes go together; the others are tried with SHAPES.
@@ -155,7 +156,7 @@ def _cost(cost: Cost) -> Iterator[str]:
     yield f"    FLOP   {flops}{macs}, in {cost.dtype}"
     yield f"    bytes  {cost.bytes_read:,} read, {cost.bytes_written:,} written; {intensity:.3g} FLOP/B"
     if isinstance(cost.work, VectorWork) and cost.work.index_operations:
-        yield f"    index  {cost.work.index_operations:,} integer operations: its operands do not lie alike"
+        yield f"    index  {cost.work.index_operations:,} integer operations, for {integers_for(cost)}"
 
 
 def _run(options: argparse.Namespace) -> int:

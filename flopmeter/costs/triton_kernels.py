@@ -31,12 +31,12 @@ _FREE = frozenset(
         """arith.maxnumf arith.minnumf arith.maximumf arith.minimumf arith.cmpf arith.select arith.truncf arith.extf
         arith.sitofp arith.uitofp arith.bitcast tt.bitcast tt.fp_to_fp tt.clampf tt.load tt.store tt.splat tt.unsplat
         tt.broadcast tt.expand_dims tt.reshape tt.trans tt.join tt.split tt.cat tt.gather tt.descriptor_load
-        tt.descriptor_gather ub.poison""",
+        tt.descriptor_gather tt.descriptor_store tt.make_tensor_descriptor ub.poison""",
     )
 )
 # Operations that load and store, by direction.
 _LOADS = ("tt.load", "tt.descriptor_load", "tt.descriptor_gather", *ATOMICS)
-_STORES = ("tt.store", *ATOMICS)
+_STORES = ("tt.store", "tt.descriptor_store", *ATOMICS)
 
 
 @rule(own.triton_kernel)
@@ -85,8 +85,8 @@ def uncounted_notes(kernels: Iterable[Kernel]) -> list[str]:
 
 
 def _touched(call: Call, body: TritonBody) -> tuple[int | None, int | None]:
-    """Bytes read and written, where the kernel touches less than its tensors hold; else None. Stores through
-    descriptors have no result and are not seen."""
+    """Bytes read and written, where the kernel touches less than its tensors hold; else None. Of integers
+    what goes through descriptors is not seen."""
     if body.unknown or body.moves_unknown:
         return None, None
     loaded, stored = (

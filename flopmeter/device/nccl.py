@@ -4,12 +4,13 @@ NCCL does not take the fastest way, but the one that its own estimate calls the 
 latency, and bytes over a rate, from the constants of NCCL 2.30. `preferred` reproduces this choice. The time that it
 really takes is modelled apart, from measurements: NCCL's own are 2 to 4 times too small for LL128 and Simple, so that a
 message just past a switch takes twice the time of one just before. Between nodes nothing was measured: the cheapest way
-is taken, with NCCL's constants for what the network adds.
+is taken whatever NCCL's estimate, with NCCL's constants for what the network adds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Literal, NamedTuple
 
 from flopmeter.records import Collective
@@ -33,9 +34,8 @@ class ByProtocol(NamedTuple):
 
 # --- NCCL's own estimate, by which it chooses (tuning.cc, topo.h, search.cc of NCCL 2.30) -----------------------------
 
-# Share of a link's datasheet rate that NCCL counts on: 20 of 25 GB/s of an NVLink 3, 12 of 16 of PCIe 3, 48 of 50 of a
-# 400 Gb/s port.
-ESTIMATED_SHARE: dict[Transport, float] = {"nvlink": 0.8, "pcie": 0.75, "network": 0.96}
+# Share of a link's datasheet rate that NCCL counts on: 20 of 25 GB/s of an NVLink 3, 12 of 16 of PCIe 3.
+ESTIMATED_SHARE: dict[Transport, float] = {"nvlink": 0.8, "pcie": 0.75}
 # Between PCIe devices that do not share a switch it counts on the CPU's links, of 16 GB/s (AMD), and so on 15, the next
 # of its ring speeds.
 ESTIMATED_CPU_BYTES_PER_S = 15e9
@@ -51,7 +51,6 @@ PAT_SHARE = 0.75
 BASE_SECONDS: dict[Algorithm, ByProtocol] = {
     "ring": ByProtocol(6.6e-6, 14.0e-6, 8.4e-6),
     "tree": ByProtocol(6.8e-6, 14.0e-6, 8.4e-6),
-    "pat": ByProtocol(8.0e-6, 8.0e-6, 8.0e-6),
 }
 # Seconds of one step from rank to rank.
 HOP_SECONDS: dict[Transport, dict[Algorithm, ByProtocol]] = {
@@ -119,16 +118,16 @@ class Way(NamedTuple):
 
     algorithm: Algorithm
     protocol: Protocol
-    estimated_seconds: float  # NCCL's own latency,
-    estimated_bytes_per_s: float  # and its rate, in bytes of the collective's size
     latency_seconds: float  # measured, of the smallest message
     sent: float = 0.0  # bytes that the busiest rank sends over the links within its node, for each byte of the size
     sent_between: float = 0.0  # over its own network port
     copied: float = 0.0  # on the GPU, by the threads that send
     share: float = 1.0  # of the link's sustained rate that the protocol reaches
+    estimated_seconds: float = 0.0  # where NCCL has a choice within a node: its own latency,
+    estimated_bytes_per_s: float = inf  # and its rate, in bytes of the collective's size
 
 
-NO_WAY = Way("none", "Simple", 0.0, 1.0, 0.0)  # of a group of one, which sends nothing
+NO_WAY = Way("none", "Simple", 0.0)  # of a group of one, which sends nothing
 
 
 def preferred(collective: Collective, shape: GroupShape, fabric: Fabric) -> list[tuple[Way, int]]:
@@ -214,8 +213,6 @@ def _ring_or_tree(
     return Way(
         algorithm=algorithm,
         protocol=protocol,
-        estimated_seconds=BASE_SECONDS[algorithm].of(protocol) + steps * hop + steps_between * between,
-        estimated_bytes_per_s=_estimated_rate(algorithm, protocol, shape, fabric) / sent if sent else float("inf"),
         latency_seconds=RING_STARTS.of(protocol) * fabric.start_seconds
         + steps * measured_hop
         + steps_between * between,
@@ -224,6 +221,8 @@ def _ring_or_tree(
         sent_between=sent / shape.per_node if shape.nodes > 1 else 0.0,
         copied=copied,
         share=_share(algorithm, protocol, shape, fabric),
+        estimated_seconds=BASE_SECONDS[algorithm].of(protocol) + steps * hop,
+        estimated_bytes_per_s=_estimated_rate(algorithm, protocol, fabric) / sent if sent else inf,
     )
 
 
@@ -244,17 +243,14 @@ def _steps(algorithm: Algorithm, rounds: int, shape: GroupShape) -> tuple[int, i
     return rounds * (ranks - nodes), rounds * (nodes - 1)
 
 
-def _estimated_rate(algorithm: Algorithm, protocol: Protocol, shape: GroupShape, fabric: Fabric) -> float:
-    """What NCCL counts on for all rings together: a rank's links, or the ports of the node with the fewest."""
-    rate = ESTIMATED_SHARE[fabric.transport] * fabric.bytes_per_s if shape.per_node > 1 else float("inf")
+def _estimated_rate(algorithm: Algorithm, protocol: Protocol, fabric: Fabric) -> float:
+    """What NCCL counts on for all rings of a node together."""
+    rate = ESTIMATED_SHARE[fabric.transport] * fabric.bytes_per_s
     if fabric.through_cpu:
         rate = min(rate, ESTIMATED_CPU_BYTES_PER_S)
-    cap = fabric.ll_share * fabric.bytes_per_s if fabric.transport == "nvlink" else float("inf")
-    if shape.nodes > 1:
-        rate = min(rate, ESTIMATED_SHARE["network"] * fabric.network_bytes_per_s * shape.per_node)
-        cap = ESTIMATED_LL_NETWORK[shape.nodes > 2]
     share = TREE_SHARE if algorithm == "tree" else ESTIMATED_PROTOCOL_SHARE
-    return min(share.of(protocol) * rate, cap if protocol == "LL" else float("inf"))
+    is_capped = protocol == "LL" and fabric.transport == "nvlink"
+    return min(share.of(protocol) * rate, fabric.ll_share * fabric.bytes_per_s if is_capped else inf)
 
 
 def _in_switch(sent: float, shape: GroupShape, fabric: Fabric) -> Way:
@@ -262,10 +258,10 @@ def _in_switch(sent: float, shape: GroupShape, fabric: Fabric) -> Way:
     return Way(
         algorithm="in-switch",
         protocol="Simple",
-        estimated_seconds=IN_SWITCH_SECONDS,
-        estimated_bytes_per_s=heads * _estimated_rate("ring", "Simple", shape, fabric),
         latency_seconds=IN_SWITCH_STARTS * fabric.start_seconds,
         sent=sent,
+        estimated_seconds=IN_SWITCH_SECONDS,
+        estimated_bytes_per_s=heads * _estimated_rate("ring", "Simple", fabric),
     )
 
 
@@ -275,8 +271,6 @@ def _pat(sent: float, shape: GroupShape, fabric: Fabric) -> Way:
     return Way(
         algorithm="pat",
         protocol="Simple",
-        estimated_seconds=BASE_SECONDS["pat"].Simple + latency,
-        estimated_bytes_per_s=PAT_SHARE * _estimated_rate("ring", "Simple", shape, fabric) / sent,
         latency_seconds=RING_STARTS.Simple * fabric.start_seconds + latency,
         sent_between=sent,
         share=PAT_SHARE,
@@ -294,12 +288,10 @@ def _pairwise(spec: CollectiveSpec, nbytes: int, shape: GroupShape, fabric: Fabr
 
     def way(protocol: Protocol) -> Way:
         starts = PAIRWISE_STARTS.of(protocol) * fabric.start_seconds
-        near = hop if nodes == 1 and protocol == "LL" else 0.0
+        near = hop if protocol == "LL" else 0.0
         return Way(
             algorithm="pairwise",
             protocol=protocol,
-            estimated_seconds=0.0,
-            estimated_bytes_per_s=float("inf"),
             latency_seconds=starts + near + between + peers * PEER_SECONDS,
             sent=sent * (per_node - 1) / peers,  # the same to each other rank
             sent_between=sent * (ranks - per_node) / peers,

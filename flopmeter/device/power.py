@@ -140,8 +140,7 @@ def clock_within(watts: float, arithmetic_watts: float, memory_watts: float) -> 
 
 def _clock_of(squared: float) -> float:
     """The clock of a squared voltage; the inverse of `squared_voltage`."""
-    voltage: float = max(0.0, squared) ** 0.5
-    return min(1.0, max(LEAST_CLOCK, (voltage - VOLTAGE_AT_REST) / (1 - VOLTAGE_AT_REST)))
+    return min(1.0, max(LEAST_CLOCK, (squared**0.5 - VOLTAGE_AT_REST) / (1 - VOLTAGE_AT_REST)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,4 +222,4 @@ def memory_share(memory_type: str) -> float:
 def _of_family(figures: Mapping[str, float], name: str) -> float | None:
     """The figure of the longest key that the name begins with; None if it begins with none."""
     families = [family for family in figures if name.startswith(family)]
-    return figures[max(families, key=len)] if families else None
+    return figures[max(families)] if families else None  # of beginnings of one name the longest is the last

@@ -235,7 +235,7 @@ class _DataLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         problem = None
-        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+        if event.anchor is not None:
             problem = "anchors and aliases (&, *) are not allowed"
         elif event.tag is not None:
             problem = "tags (!) are not allowed"

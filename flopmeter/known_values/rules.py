@@ -137,9 +137,8 @@ def _sparse_on_meta(source: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _brings_values(source: Tensor) -> bool:
-    """Whether a copy to meta keeps the value: not of weights, of sparse tensors (they have no storage) and of complex
-    numbers, which no program was seen to ask for."""
-    return bool(address(source)) and not (source.dtype.is_complex or is_weight(source))
+    """Whether a copy to meta keeps the value: not of weights, nor of sparse tensors (they have no storage)."""
+    return bool(address(source)) and not is_weight(source)
 
 
 def overwrite(known: Knowledge, call: Invocation) -> Any:

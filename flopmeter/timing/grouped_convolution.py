@@ -57,8 +57,8 @@ def long_filter_seconds(implicit: Matmul, hardware: Hardware) -> float:
 
 
 def packs_groups(shape: Convolution, implicit: Matmul, item_bytes: float) -> bool:
-    """Whether groups are narrower than a tile."""
-    return implicit.batch > 1 and 1 < shape.channels < PACKED_BYTES // item_bytes
+    """Whether groups, of several channels, are narrower than a tile."""
+    return implicit.batch > 1 and shape.channels < PACKED_BYTES // item_bytes
 
 
 def packed_seconds(shape: Convolution, implicit: Matmul, item_bytes: float, flop_per_s: float) -> float:

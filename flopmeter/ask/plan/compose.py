@@ -94,7 +94,7 @@ def layers_by_stage(layers: int, stages: int) -> list[int]:
 def compose(work: SplitWork) -> Composed:
     """The step of that split."""
     pp, microbatches = work.split.pp, work.microbatches
-    fewer, more = (ROUNDS * pp, (ROUNDS + 1) * pp) if pp > 1 else (1, 2)
+    fewer, more = ROUNDS * pp, (ROUNDS + 1) * pp
     if microbatches <= more:
         step = _simulated(work, microbatches)
     else:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 from flopmeter.device.hardware import Hardware, Peak
 from flopmeter.records import (
+    ELEMENTWISE,
+    RANDOM,
     ConvolutionWork,
     Cost,
     GroupedMatmulWork,
@@ -234,5 +236,18 @@ def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
     if work.index_operations and work.grid is not None and work.grid.loop is not None:
         return "it looks up where each element goes: inputs have gaps, or their rows are no multiples of 16 bytes"
     if work.index_operations:
-        return "its operands do not lie alike (one is repeated, or has gaps): an address is computed for each element"
+        return f"it takes longer to compute {integers_for(cost)} than to move its bytes"
     return f"bound by memory, at {percent(share)} % of the bandwidth"
+
+
+def integers_for(cost: Cost) -> str:
+    """What a kernel without products has integer operations for."""
+    if cost.op_class == RANDOM:
+        return "random numbers"
+    specs = [spec for spec, _ in (*cost.reads, *cost.writes) if spec is not None]
+    lie_alike = len({(spec.shape, spec.stride) for spec in specs}) == 1
+    if lie_alike and len({spec.dtype for spec in specs}) > 1:
+        return "each element in another type"
+    if cost.op_class == ELEMENTWISE and not lie_alike:
+        return "where each element lies (its operands do not lie alike: one is repeated, or has gaps)"
+    return "where each element lies"
