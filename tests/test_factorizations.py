@@ -27,7 +27,8 @@ def square(*batch: int, size: int = 1024) -> Tensor:
 # By LAPACK's own loops. A reflector: the norm and the scaling of larfg, gemv and ger of larf; geqr2 makes one for each
 # column, org2r applies them in turn. getf2: a pivot, then scaling and update. potrf: 16 blocks of 64, each factored,
 # solved with and taken off the rest; so are those of reflectors that ormqr applies. gehd2: a reflector, applied from
-# either side. trsm and each of trtri's and lauum's passes: a block, and the rest. latrd has seven matrix-vector products a column and four calls on vectors.
+# either side. trsm and each of trtri and lauum in passes: a block, and the rest. latrd has seven matrix-vector products
+# a column and four calls on vectors.
 @pytest.mark.parametrize(
     ("run", "kernels"),
     [

@@ -89,3 +89,16 @@ def test_tensors_without_elements_leave_nothing():
         torch.empty(4, 0, 8, **BF16).transpose(0, 1).neg()
         torch.ones(0, device="meta").add_(1)
     assert cached_bytes(kernels_of(meter.trace), 10**6) == [0.0] * len(kernels_of(meter.trace))
+
+
+@pytest.mark.parametrize("by", ["the rules", "the compiler"])
+def test_compiled_code_finds_what_a_matmul_wrote_as_eager_kernels_do(by):
+    """A GELU reads 32 MB, of an L40S's 96, and writes as many: with memory alone that takes 78 µs at 864 GB/s."""
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU()).to(**BF16)
+    x, device = torch.empty(4096, 1024, **BF16), load_hardware("l40s")
+    run = torch.compile(model) if by == "the compiler" else model
+    with FlopMeter(device) as meter, torch.no_grad():
+        run(x)
+    report = meter.report() if by == "the compiler" else meter.report(mode="compiled")
+    _, gelu = report.timings
+    assert gelu.seconds < 2 * 4096 * 4096 * 2 / device.bandwidth_bytes_per_s

@@ -113,9 +113,9 @@ def _share(passed: float, cache: int) -> float:
 
 
 def _reads(kernel: Kernel) -> Sequence[tuple[int, _ByteRange, int]]:
-    """Storages and the parts of them that the kernel reads, with the bytes. Of a fused kernel only the sum of the bytes
-    is known, which its tensors share by their sizes."""
-    if len(kernel.ops) == 1:
+    """Storages and the parts of them that the kernel reads, with the bytes. Of a compiler's kernel only the sum of the
+    bytes is known, which its tensors share by their sizes."""
+    if len(kernel.ops) == 1 and kernel.cost.access != "fused":
         return _numbered(kernel.ops[0], _parts(kernel.cost.reads))
     parts: dict[int, list[_ByteRange]] = {}
     made: set[int] = set()
