@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.copies import Whereabouts, takes
-from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import in_place_of, is_view, rebuilt, with_ops
+from flopmeter.report.advice.remedies import Proposal, has_backward, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.rewrite import in_place_of, is_view, rebuilt
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -19,7 +19,7 @@ _ATTENTION = "_scaled_dot_product_"
 def grown_by_cat(report: Report) -> Iterator[Proposal]:
     """Not in training, where the backward pass reads what there was at each step."""
     trace = trace_of(report)
-    if any(op.phase == "backward" for op in trace.ops):
+    if has_backward(trace):
         return
     chains = _chains(trace)
     places = {number: place for chain in chains for number, place in _in_one_piece(trace, chain).items()}
@@ -34,11 +34,10 @@ def grown_by_cat(report: Report) -> Iterator[Proposal]:
         if index not in cats and not is_view(op) and not places.keys().isdisjoint(op.storages)
     }
     if cats:
-        then = with_ops(trace, (), put_in, {index: _views(trace.ops[index], places) for index in cats})
-        yield Proposal(
-            "", of_ops(trace, cats), "each step copies all that the steps before made",
+        yield with_other_ops(
+            report, "each step copies all that the steps before made",
             "write each step's part into memory for all of them (a static cache), in place of torch.cat",
-            priced(report, then),
+            (), put_in, put_before={index: _views(trace.ops[index], places) for index in cats}, about=cats,
         )  # fmt: skip
 
 

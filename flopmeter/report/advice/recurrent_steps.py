@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from math import prod
 
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.records.memory_format import strides_of
+from flopmeter.records.memory_format import dense_strides
+from flopmeter.report.advice.recurrent import LEAST_STEPS
 from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import is_dense, is_view, rebuilt
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 
-LEAST_STEPS = 4
 _MODES = ("nn.RNN", "nn.RNN", "nn.LSTM", "nn.GRU")  # by cuDNN's number
 _GATHERS = (aten.cat, aten.stack)
 _SPREADS = (aten.add, aten.add_, aten.slice_backward, aten.select_backward, *_GATHERS)
@@ -102,7 +102,7 @@ class _OneCall:
         shape = tuple(self._tokens if dim == self._time else size for dim, size in enumerate(spec.shape))
         if len(shape) != 3 or not is_dense(spec):
             return spec._replace(shape=shape)
-        return spec._replace(shape=shape, stride=strides_of(shape, range(3)[::-1]))
+        return spec._replace(shape=shape, stride=dense_strides(shape, channels_last=False))
 
     def _backward(self, made: set[int]) -> None:
         kept = {op.outputs[3].storage for op in self._ops}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,6 +69,10 @@ def trace_of(report: Report) -> Trace:
     return trace if len(trace.ops) == steps else dataclasses.replace(trace, ops=trace.ops[:steps])
 
 
+def has_backward(trace: Trace) -> bool:
+    return any(op.phase == "backward" for op in trace.ops)
+
+
 def all_kernels(report: Report) -> str:
     count = len(report.kernels)
     return "the only kernel" if count == 1 else f"all {count} kernels"
@@ -91,14 +95,15 @@ def with_other_ops(
     dropped: Collection[int],
     put_in: Mapping[int, Op] | None = None,
     *,
+    put_before: Mapping[int, Sequence[Op]] | None = None,
     what: str = "",
     about: Collection[int] | None = None,
 ) -> Proposal:
-    """The run without some ops, and with others in their places. It is about the kernels of all of these, or of the ops
-    that `about` names."""
+    """The run without some ops, and with others in their places or before them. It is about the kernels of all ops that
+    go or take a place, or of those that `about` names."""
     trace = trace_of(report)
     concerns = of_ops(trace, {*dropped, *(put_in or {})} if about is None else about)
-    return Proposal(what, concerns, why, remedy, priced(report, with_ops(trace, dropped, put_in)))
+    return Proposal(what, concerns, why, remedy, priced(report, with_ops(trace, dropped, put_in, put_before)))
 
 
 _WORTH_MORE_TROUBLE = 1.03  # a less simple way has to be faster by this factor

@@ -8,8 +8,8 @@ from itertools import pairwise, product
 import torch
 
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.records.memory_format import strides_of
-from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.records.memory_format import dense_strides
+from flopmeter.report.advice.remedies import Proposal, has_backward, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import is_view, rebuilt
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
@@ -23,7 +23,7 @@ LEAST_UNREAD = 2  # times as many rows are made as are read
 def unread_rows(report: Report) -> Iterator[Proposal]:
     """Not in training, where the rows that nobody reads have gradients of zeros."""
     trace = trace_of(report)
-    if any(op.phase == "backward" for op in trace.ops):
+    if has_backward(trace):
         return
     rows = _read_rows(trace)
     put_in = {}
@@ -83,7 +83,7 @@ def _goes_row_by_row(op: Op, out: TensorSpec) -> bool:
         and not op.call.func._schema.is_mutable
         and len(op.inputs) == 1
         and op.inputs[0].shape == out.shape
-        and all(spec.stride == strides_of(spec.shape, range(len(spec.shape))[::-1]) for spec in (op.inputs[0], out))
+        and all(spec.stride == dense_strides(spec.shape, channels_last=False) for spec in (op.inputs[0], out))
     )
 
 
@@ -114,7 +114,7 @@ def _cut(op: Op, rows: dict[int, list[int]], kept: list[int]) -> Op:
         if spec.storage in rows:
             count = len(rows[spec.storage])
             shape = spec.shape if spec.numel == count * spec.shape[-1] else (count, spec.shape[-1])
-            return spec._replace(shape=shape, stride=strides_of(shape, range(len(shape))[::-1]), offset=0)
+            return spec._replace(shape=shape, stride=dense_strides(shape, channels_last=False), offset=0)
         if left is not None and spec.storage == left.storage and spec.shape == left.shape:
             step = kept[1] - kept[0] if len(kept) > 1 else 1
             return spec._replace(shape=(len(kept), spec.shape[1]), stride=(spec.stride[0] * step, spec.stride[1]))
