@@ -6,7 +6,7 @@
 Runs the tests marked `slow`, and those that search for an example that breaks a law: `make test` lets hypothesis draw
 the same examples each time, so that no search stops somebody else's change; this draws new ones. Those over torch's
 op_db tell how many entries, samples and ops they ran: every sample of every entry, forward and, where there is one,
-backward. Exit status 1 if any test fails; the page names it.
+backward. Exit status 1 if any test fails or none swept op_db; the page names what failed and which files did not run.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ were **uncounted**; the **failures**: calls without a rule that the test does no
 
 
 class Result(NamedTuple):
-    """One test."""
+    """One test, or a file that was skipped as a whole for want of a package; that has no name."""
 
     file: str
     name: str
     outcome: str  # passed, failed, skipped
     figures: dict[str, str]  # that the test recorded
+    reason: str = ""  # why it was skipped
 
 
 def run(arguments: list[str]) -> list[Result]:
@@ -68,15 +69,20 @@ def run(arguments: list[str]) -> list[Result]:
             *arguments,
         ]
         subprocess.run(command, cwd=ROOT, check=False)
-        # A module that is skipped as a whole, for want of a package, has no class.
-        return [_result(case) for case in ET.parse(path).iter("testcase") if case.get("classname")]
+        return [_result(case) for case in ET.parse(path).iter("testcase")]
 
 
 def _result(case: ET.Element) -> Result:
     tags = {child.tag for child in case}
     outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
     figures = {entry.get("name", ""): entry.get("value", "") for entry in case.iter("property")}
-    return Result(case.get("classname", "").rpartition(".")[2], case.get("name", ""), outcome, figures)
+    skipped = case.find("skipped")
+    reason = "" if skipped is None else (skipped.text or "").rpartition("Skipped: ")[2].strip("')\"")
+    # pytest gives a file that is skipped as a whole as a test without a class, by the file's name.
+    module, name = (
+        (case.get("classname", ""), case.get("name", "")) if case.get("classname") else (case.get("name", ""), "")
+    )
+    return Result(module.rpartition(".")[2], name, outcome, figures, reason)
 
 
 def page(results: list[Result]) -> str:
@@ -87,6 +93,7 @@ def page(results: list[Result]) -> str:
     files = {result.file for result in results}
     by_file = [(f"`{file}`", *_outcomes(result for result in results if result.file == file)) for file in sorted(files)]
     failed = [f"- `{result.file}`: `{result.name}`" for result in results if result.outcome == "failed"]
+    absent = [f"- `{result.file}`: {result.reason}" for result in results if not result.name]
     return "\n\n".join((
         "# The long sweeps",
         "Written by `make sweep`.",
@@ -100,6 +107,7 @@ def page(results: list[Result]) -> str:
         "## All tests marked slow, and searches by hypothesis",
         tabulate(by_file, headers=("file", "passed", "skipped", "failed"), tablefmt="github"),
         "\n".join(["Failures:", "", *failed]) if failed else "Failures: none.",
+        *(["\n".join(["Files skipped as a whole, which may hold such tests:", "", *absent])] if absent else []),
     )) + "\n"  # fmt: skip
 
 
@@ -127,7 +135,8 @@ def main() -> int:
     print(text)
     if results and not chosen.pytest:
         PAGE.write_text(text, encoding="utf-8")
-    return int(not results or any(result.outcome == "failed" for result in results))
+    incomplete = not results if chosen.pytest else not _table(results, COLUMNS)
+    return int(incomplete or any(result.outcome == "failed" for result in results))
 
 
 if __name__ == "__main__":
