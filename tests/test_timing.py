@@ -145,6 +145,26 @@ def test_groups_of_a_power_of_two_of_channels_share_tiles_in_channels_last_alone
     assert seconds(16, torch.channels_last) < seconds(16, torch.contiguous_format)
 
 
+def test_groups_of_two_channels_lose_in_channels_last_where_those_of_four_win():
+    """Images a second that pytorch-image-models publishes for an RTX 3090 (torch 2.4, AMP), in NCHW and in
+    channels-last: 6,864 and 5,517 of DLA-46-X-C, whose widest grouped layers have groups of 2 channels; 2,506 and 3,141
+    of DLA-60-X, of 4."""
+
+    def gain(channels):
+        x, weight = meta(64, 128, 56, 56), meta(128, channels, 3, 3)
+        orders = [
+            [tensor.to(memory_format=order) for tensor in (x, weight)]
+            for order in (torch.contiguous_format, torch.channels_last)
+        ]
+        planes, together = (
+            only(lambda pair=pair: F.conv2d(*pair, padding=1, groups=128 // channels), "rtx-3090").seconds
+            for pair in orders
+        )
+        return planes / together
+
+    assert gain(2) < 1 < gain(4)
+
+
 def test_a_depthwise_convolution_runs_far_below_the_vector_peak():
     x, weight = meta(64, 512, 56, 56), meta(512, 1, 7, 7)
     timing = only(lambda: F.conv2d(x, weight, padding=3, groups=512))

@@ -157,6 +157,12 @@ HALF_RATE_CHANNELS_GROUPED = 72
 GROUP_TILE_CHANNELS = 64
 GROUP_TILE_CHANNELS_NCHW = 32
 HALF_RATE_TILE_CHANNELS = 120
+# Narrower groups than these fill no load of 8 bytes in 16 bits, and are not packed in NHWC: whatever runs there reaches
+# this share of the matrix rate. Set on DLA-46-X-C and DLA-60-X-C (2 channels) of [timm], RTX 3090 and 4090, eager and
+# compiled: 2 to 11 % off, before 26 to 40 too fast. SENet-154 (2 channels) and DPN-92 (3) set nothing: 5.4 % off on
+# average, before 13. Which kernel that is was not seen.
+LEAST_PACKED_CHANNELS = 4
+NARROWEST_GROUP_SHARE = 0.004
 
 # Bytes of channels that the main loop of cuDNN's matrix kernels takes at a time. Filters over fewer channels, such as
 # those over an image's three, run on kernels with Ampere's instructions on newer GPUs too (torch.profiler's trace of a

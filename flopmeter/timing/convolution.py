@@ -234,6 +234,8 @@ def grouped_share(shape: Convolution, on_matrix_units: bool) -> float:
     """The same of filters over the channels of one group. What packs groups into tiles are kernels of matrix units."""
     channels = shape.channels
     is_power_of_two = channels & (channels - 1) == 0
+    if on_matrix_units and shape.channels_last and channels < constants.LEAST_PACKED_CHANNELS:
+        return constants.NARROWEST_GROUP_SHARE
     if on_matrix_units and not is_power_of_two:
         tile = constants.GROUP_TILE_CHANNELS if shape.channels_last else constants.GROUP_TILE_CHANNELS_NCHW
         return channels / (ceil(channels / tile) * tile + constants.HALF_RATE_TILE_CHANNELS)
