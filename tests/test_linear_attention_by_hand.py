@@ -10,6 +10,7 @@ import torch
 from costs_support import meta, metered
 
 from flopmeter.ask.serve.linear_attention import FUNCTIONS
+from flopmeter.records import Matmul
 
 HALF, SINGLE = torch.float16, torch.float32
 
@@ -21,6 +22,11 @@ def half(*shape: int) -> torch.Tensor:
 def figures(program: Callable[[], Any]) -> list[tuple[int, int, int]]:
     """FLOPs and bytes read and written of each kernel."""
     return [(cost.flops, cost.bytes_read, cost.bytes_written) for cost in metered(program)]
+
+
+def products(program: Callable[[], Any]) -> list[tuple[Matmul, ...]]:
+    """The matmuls of each kernel that has any."""
+    return [cost.work.matmuls for cost in metered(program) if cost.macs]
 
 
 def test_a_convolution_over_time_weighs_four_tokens_adds_a_bias_and_is_activated():
@@ -67,12 +73,20 @@ def test_a_scan_of_a_prompt_goes_through_each_state_for_each_token_and_hands_ove
     assert scan(x, half(2, 6, 5), a).shape == (2, 6, 5)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 16])
-def test_few_tokens_of_a_delta_rule_update_the_state_one_after_another_in_one_kernel(tokens):
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("torch_recurrent_gated_delta_rule", 1),
+        ("torch_chunk_gated_delta_rule", 3),
+        ("recurrent_kimi_delta_attention", 16),
+        ("chunk_kimi_delta_attention", 2),
+    ],
+)
+def test_few_tokens_of_a_delta_rule_update_the_state_one_after_another_in_one_kernel(name, tokens):
     """A state of 16 x 32 in each of 4 heads of 2 sequences, which moves once; a decay for each token of a head."""
     query, key, value = half(2, tokens, 4, 16), half(2, tokens, 4, 16), half(2, tokens, 4, 32)
     g, beta, state = meta(2, tokens, 4), half(2, tokens, 4), meta(2, 4, 16, 32)
-    rule = FUNCTIONS["torch_recurrent_gated_delta_rule"]
+    rule = FUNCTIONS[name]
     (cost,) = metered(lambda: rule(query, key, value, g, beta, initial_state=state))
     rows, elements = 2 * tokens * 4, 2 * 4 * 16 * 32
     assert (cost.flops, cost.transcendentals) == (7 * elements * tokens, rows)
@@ -83,18 +97,24 @@ def test_few_tokens_of_a_delta_rule_update_the_state_one_after_another_in_one_ke
 
 
 def test_a_chunk_of_a_delta_rule_takes_five_kernels_that_hand_squares_and_states_on():
-    """Two heads of 128 tokens in blocks of 64: 4 blocks. Keys have 16 numbers, values 32; products of keys are fp32,
+    """Two heads of 192 tokens in blocks of 64: 6 blocks. Keys have 16 numbers, values 32; products of keys are fp32,
     their triangular inverses, the turned keys and values and the states between blocks are in 16 bits."""
-    query, key, value = half(1, 128, 2, 16), half(1, 128, 2, 16), half(1, 128, 2, 32)
-    g, beta = meta(1, 128, 2), half(1, 128, 2)
-    of_keys, of_values, square, states, last = 2 * 256 * 16, 2 * 256 * 32, 256 * 64, 2 * 4 * 16 * 32, 4 * 2 * 16 * 32
+    query, key, value = half(1, 192, 2, 16), half(1, 192, 2, 16), half(1, 192, 2, 32)
+    g, beta = meta(1, 192, 2), half(1, 192, 2)
+    of_keys, of_values, square, states, last = 2 * 384 * 16, 2 * 384 * 32, 384 * 64, 2 * 6 * 16 * 32, 4 * 2 * 16 * 32
     rule = FUNCTIONS["torch_chunk_gated_delta_rule"]
     assert figures(lambda: rule(query, key, value, g, beta)) == [
-        (2 * 4 * 64 * 64 * 16, of_keys + (4 + 2) * 256, 4 * square),
-        (4 * 64**3 // 3, 4 * square, 2 * square),
-        (2 * 4 * 64 * 64 * (16 + 32), of_keys + of_values + 2 * square, of_keys + of_values),
-        (2 * 4 * 2 * 64 * 16 * 32, 2 * of_keys + of_values + last, states + of_values + last),
-        (2 * 4 * 64 * (32 * 16 + 64 * 16 + 64 * 32), 2 * of_keys + of_values + states, of_values),
+        (2 * 6 * 64 * 64 * 16, of_keys + (4 + 2) * 384, 4 * square),
+        (6 * 64**3 // 3, 4 * square, 2 * square),
+        (2 * 6 * 64 * 64 * (16 + 32), of_keys + of_values + 2 * square, of_keys + of_values),
+        (2 * 6 * 2 * 64 * 16 * 32, 2 * of_keys + of_values + last, states + of_values + last),
+        (2 * 6 * 64 * (32 * 16 + 64 * 16 + 64 * 32), 2 * of_keys + of_values + states, of_values),
+    ]
+    assert products(lambda: rule(query, key, value, g, beta)) == [
+        ((6, 64, 64, 16),),
+        ((6, 64, 16 + 32, 64),),
+        ((2, 64, 32, 16), (2, 16, 32, 64)) * 3,  # one block after another, of keys by states and keys by values
+        ((6, 64, 32, 16), (6, 64, 64, 16), (6, 64, 32, 64)),
     ]
     out, after = rule(query, key, value, g, beta)
     assert (out.shape, after.shape, after.dtype) == (value.shape, (1, 2, 16, 32), SINGLE)
@@ -111,6 +131,11 @@ def test_a_chunk_of_the_second_mamba_takes_four_kernels_and_heads_of_a_group_sha
         (2 * 16 * 16 * 8, states, states),
         (2 * 8 * 64 * 64 * 16, 2 * of_b, scores),
         (2 * 16 * 64 * 8 * (16 + 64), of_x + of_b + states + scores + steps, of_x),
+    ]
+    assert products(lambda: chunk(x, dt, a, b, c, 64)) == [
+        ((16, 8, 16, 64),),
+        ((8, 64, 64, 16),),
+        ((16, 64, 8, 16), (16, 64, 8, 64)),
     ]
     out, last = chunk(x, dt, a, b, c, 64, return_final_states=True)
     assert (out.shape, last.shape, last.dtype) == (x.shape, (2, 4, 8, 16), SINGLE)
