@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.optim import SGD, Adadelta, Adagrad, Optimizer
 
 from flopmeter.run import clocks
 from flopmeter.run.step_parts import OutermostCall, Parts, parts_between, parts_of_rounds, with_what_recurs
-from flopmeter.run.updates import OwnUpdates
+from flopmeter.run.updates import Optimizers, OwnUpdates
 
 STEPS = [20, 30, 40]
 
@@ -117,6 +119,48 @@ def test_a_layer_that_was_called_once_to_build_the_model_is_not_what_learns():
 )
 def test_one_call_with_a_backward_pass_behind_it_is_one_step_up_to_the_end(calls, backward, ends):
     assert updates(calls, backward)[1].ends(30) == ends
+
+
+def test_an_optimizer_that_steps_first_leads_and_of_others_it_is_told_in_how_many_steps_they_step(monkeypatch):
+    """A moment is the number of ops before it. A step that ran none is no step."""
+    moment = 0
+    optimizers = Optimizers(lambda: moment)
+    monkeypatch.setattr(Optimizer, "__init__", optimizers.patch().value)
+    leading, other, _never = (kind([nn.Parameter(torch.zeros(2))], lr=1.0) for kind in (SGD, Adagrad, Adadelta))
+
+    def step(optimizer: Optimizer, begins: int, ends: int) -> bool:
+        nonlocal moment
+        moment = begins
+        optimizers.begin()
+        moment = ends
+        return optimizers.ends_step(optimizer)
+
+    assert not optimizers.one_has_stepped
+    assert not step(other, 1, 1)
+    assert not step(other, 2, 2)
+    assert optimizers.idle_updates == 2
+    assert not optimizers.one_has_stepped
+    assert step(leading, 8, 10)
+    assert [step(other, at - 1, at) for at in (5, 8, 15, 20)] == [False] * 4
+    assert step(leading, 18, 20)
+    assert optimizers.idle_updates == 2
+
+    def told(steady: range) -> dict[str, int]:
+        idle = optimizers.not_stepping_in(steady, [10, 20, 30])
+        return {name.partition(" of ")[0]: steps for name, steps in idle}
+
+    assert told(range(20, 30)) == {"Adagrad": 2, "Adadelta": 0}  # twice in the first step, and twice in the second
+    assert told(range(10, 20)) == {"Adadelta": 0}
+    step(other, 29, 30)
+    assert told(range(20, 30)) == {"Adadelta": 0}
+
+    model = nn.Linear(2, 2)
+    leading.add_param_group({"params": [model.weight]})
+    assert optimizers.leader_updates(nn.Sequential(model))
+    assert not optimizers.leader_updates(nn.Linear(2, 2))
+    leading.param_groups[0]["params"] = [model.bias]
+    assert optimizers.leader_updates_copy_of(nn.Linear(2, 2))
+    assert not optimizers.leader_updates_copy_of(nn.Linear(2, 3))
 
 
 class Run:
