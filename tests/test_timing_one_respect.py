@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from math import ceil
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_timing_by_hand import vector_seconds
 from torch import nn
 
 from flopmeter import FlopMeter, load_hardware
-from flopmeter.records import ConvolutionWork, MatmulWork, Reread
+from flopmeter.records import AttentionShape, ConvolutionWork, Mask, MatmulWork, Reread
+from flopmeter.timing.attention import Grid, _covered, _filled_share, _grid, kernel_of
 
 HALF = torch.float16
 
@@ -91,3 +95,38 @@ def test_bytes_fit_where_the_allocators_segments_do_not():
     assert memory.peak_bytes == 2000
     assert [memory.fits_in(usable) for usable in (1999, 2000)] == [False, True]
     assert [memory.fits_in(usable, allocator=True) for usable in (2000, 2**21 - 1, 2**21)] == [False, False, True]
+
+
+# Two sequences of 100 queries and 130 keys, and one of 64 each, in tiles of 64 x 64.
+SEVERAL = AttentionShape(3, 1, 1, 100, 130, 64, 64, is_packed=True, lengths=((2, 100, 130), (1, 64, 64)))
+
+
+def test_sequences_of_several_lengths_have_the_tiles_of_each():
+    """2 x 2 + 1 blocks, of which the first four end with a tile of two keys. Under a causal mask the first block of queries sees one tile of keys, the second two, and of
+    each the last one in part."""
+    assert _grid(SEVERAL, 64, 64) == Grid(blocks=5, tiles=2 * 2 * 3 + 1, longest=3, masked=4)
+    causal = SEVERAL._replace(mask=Mask(right=0))
+    assert _grid(causal, 64, 64) == Grid(blocks=5, tiles=2 * 3 + 1, longest=2, masked=2 * 2 + 1)
+
+
+@pytest.mark.parametrize("name", ["a100-sxm4-80gb", "h100-sxm5-80gb", "rtx-3090"])
+def test_backward_a_block_keeps_keys_and_passes_over_the_queries_of_its_sequence(name):
+    device, shape = load_hardware(name), SEVERAL._replace(is_backward=True)
+    launch = _covered(shape, kernel_of("flash", device, in_16_bits=True, is_backward=True), device)
+    assert launch.grid.blocks == 2 * ceil(130 / launch.rows) + ceil(64 / launch.rows)
+    assert launch.grid.longest == ceil(100 / launch.columns)
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "share"),
+    [
+        (SEVERAL, 1, 264 / (5 * 64)),
+        (SEVERAL._replace(lengths=((2, 100, 130), (1, 64, 32))), 1, 264 / (5 * 64) * (200 + 64 / 2) / 264),
+        (SEVERAL._replace(heads=4), 2, 1.0),  # two heads share a block
+        (SEVERAL._replace(is_backward=True), 1, (2 * 100 * 130 + 64 * 64) / (13 * 64 * 64)),
+    ],
+)
+def test_tiles_are_filled_as_far_as_there_are_queries_and_keys(shape, heads, share):
+    """Forward by the rows of the blocks, and by the columns where there are fewer keys than a tile has."""
+    launch = SimpleNamespace(rows=64, columns=64, heads=heads, grid=_grid(shape, 64, 64))
+    assert _filled_share(launch, shape) == pytest.approx(share)
