@@ -102,8 +102,8 @@ SEVERAL = AttentionShape(3, 1, 1, 100, 130, 64, 64, is_packed=True, lengths=((2,
 
 
 def test_sequences_of_several_lengths_have_the_tiles_of_each():
-    """2 x 2 + 1 blocks, of which the first four end with a tile of two keys. Under a causal mask the first block of queries sees one tile of keys, the second two, and of
-    each the last one in part."""
+    """2 x 2 + 1 blocks, of which the first four end with a tile of two keys. Under a causal mask the first block of
+    queries sees one tile of keys, the second two, and of each the last one in part."""
     assert _grid(SEVERAL, 64, 64) == Grid(blocks=5, tiles=2 * 2 * 3 + 1, longest=3, masked=4)
     causal = SEVERAL._replace(mask=Mask(right=0))
     assert _grid(causal, 64, 64) == Grid(blocks=5, tiles=2 * 3 + 1, longest=2, masked=2 * 2 + 1)
@@ -130,3 +130,15 @@ def test_tiles_are_filled_as_far_as_there_are_queries_and_keys(shape, heads, sha
     """Forward by the rows of the blocks, and by the columns where there are fewer keys than a tile has."""
     launch = SimpleNamespace(rows=64, columns=64, heads=heads, grid=_grid(shape, 64, 64))
     assert _filled_share(launch, shape) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("name", ["p100-pcie-16gb", "a100-sxm4-80gb"])
+def test_a_product_by_weights_in_8_bits_takes_what_its_flops_take_on_the_units_that_there_are(name):
+    x, weights, scales = meta(512, 4096), meta(4096, 4096, dtype=torch.int8), meta(4096)
+    with FlopMeter(name) as meter:
+        torch.ops.aten._weight_int8pack_mm(x, weights, scales)
+    (timing,) = meter.report().timings
+    peak = load_hardware(name).contraction_peak("fp16")
+    assert timing.kernel_class.startswith("small product")
+    assert timing.work_seconds >= 2 * 512 * 4096**2 / peak.flop_per_s
+    assert (timing.work_seconds < 3 * 2 * 512 * 4096**2 / peak.flop_per_s) == (peak.unit != "matrix")
