@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +12,7 @@ from torch import nn
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.records import AttentionShape, ConvolutionWork, Mask, MatmulWork, Reread
-from flopmeter.timing.attention import Grid, _covered, _filled_share, _grid, kernel_of
+from flopmeter.timing.attention import Grid, _covered, _filled_share, _grid, kernel_of, tile_of
 
 HALF = torch.float16
 
@@ -142,3 +142,17 @@ def test_a_product_by_weights_in_8_bits_takes_what_its_flops_take_on_the_units_t
     assert timing.kernel_class.startswith("small product")
     assert timing.work_seconds >= 2 * 512 * 4096**2 / peak.flop_per_s
     assert (timing.work_seconds < 3 * 2 * 512 * 4096**2 / peak.flop_per_s) == (peak.unit != "matrix")
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("name", ["a100-sxm4-80gb", "h100-sxm5-80gb", "rtx-3090", "v100-sxm2-32gb"])
+def test_tiles_of_longer_heads_are_no_larger_beyond_the_longest_of_a_table_too(name, backend, causal, is_backward):
+    """They have to fit into the same shared memory."""
+    device = load_hardware(name)
+    kernel = kernel_of(backend, device, in_16_bits=True, is_backward=is_backward)
+    mask = Mask(right=0) if causal else Mask()
+    shapes = [AttentionShape(1, 1, 1, 512, 512, head, head, mask, is_backward) for head in (128, 256, 512, 1024)]
+    sizes = [prod(tile_of(kernel, shape, device)) for shape in shapes]
+    assert sizes == sorted(sizes, reverse=True)
