@@ -36,6 +36,9 @@ def test_a_difference_has_each_total_in_its_unit_and_its_growth() -> None:
     assert totals["seconds"].growth == pytest.approx(0.25)
     assert (totals["flops"].unit, totals["flops"].before, totals["flops"].growth) == ("GFLOP", 4.0, 0.0)
     assert totals["peak_memory_bytes"].growth == -0.5
+    assert {change.unit for name, change in totals.items() if "flops" in name} == {"GFLOP"}
+    assert {change.unit for name, change in totals.items() if "bytes" in name} == {"GB"}
+    assert {change.unit for name, change in totals.items() if "seconds" in name} == {"ms"}
     assert totals["bytes_read"].growth == float("inf")
     assert totals["bytes_written"].growth == 0.0
     assert [change.name for change in found.grown(0.25)] == ["bytes_read"]

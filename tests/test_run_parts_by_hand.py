@@ -126,7 +126,7 @@ def test_an_optimizer_that_steps_first_leads_and_of_others_it_is_told_in_how_man
     moment = 0
     optimizers = Optimizers(lambda: moment)
     monkeypatch.setattr(Optimizer, "__init__", optimizers.patch().value)
-    leading, other, _never = (kind([nn.Parameter(torch.zeros(2))], lr=1.0) for kind in (SGD, Adagrad, Adadelta))
+    leading, other, late = (kind([nn.Parameter(torch.zeros(2))], lr=1.0) for kind in (SGD, Adagrad, Adadelta))
 
     def step(optimizer: Optimizer, begins: int, ends: int) -> bool:
         nonlocal moment
@@ -153,6 +153,8 @@ def test_an_optimizer_that_steps_first_leads_and_of_others_it_is_told_in_how_man
     assert told(range(10, 20)) == {"Adadelta": 0}
     step(other, 29, 30)
     assert told(range(20, 30)) == {"Adadelta": 0}
+    step(late, 27, 28)
+    assert told(range(10, 20)) == {"Adadelta": 1}
 
     model = nn.Linear(2, 2)
     leading.add_param_group({"params": [model.weight]})
