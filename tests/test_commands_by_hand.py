@@ -36,6 +36,9 @@ def test_a_difference_has_each_total_in_its_unit_and_its_growth() -> None:
     assert totals["seconds"].growth == pytest.approx(0.25)
     assert (totals["flops"].unit, totals["flops"].before, totals["flops"].growth) == ("GFLOP", 4.0, 0.0)
     assert totals["peak_memory_bytes"].growth == -0.5
+    assert {change.unit for name, change in totals.items() if "flops" in name} == {"GFLOP"}
+    assert {change.unit for name, change in totals.items() if "bytes" in name} == {"GB"}
+    assert {change.unit for name, change in totals.items() if "seconds" in name} == {"ms"}
     assert totals["bytes_read"].growth == float("inf")
     assert totals["bytes_written"].growth == 0.0
     assert [change.name for change in found.grown(0.25)] == ["bytes_read"]
@@ -62,7 +65,7 @@ def test_a_difference_has_classes_of_either_report_and_says_what_is_not_the_same
         ({"schema_version": 2}, "has schema version 2, not 1: write it again"),
         ({"totals": {"seconds": 1.0}}, "lacks the totals kernel_seconds, launch_seconds"),
         ({"totals": TOTALS | {"flops": "many"}}, "lacks the totals flops"),
-        ({"rows": None}, "is no report: write one with"),
+        *(({name: None}, "is no report: write one with") for name in ("rows", "totals", "hardware", "mode", "title")),
     ],
 )
 def test_a_file_that_is_no_report_is_one_error(changes: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -70,6 +73,25 @@ def test_a_file_that_is_no_report_is_one_error(changes: dict[str, object], messa
     path.write_text(json.dumps({name: value for name, value in {**BEFORE, **changes}.items() if value is not None}))
     with pytest.raises(ReportFileError, match=message):
         read_report(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("[1]", "is no report"), ('"totals"', "is no report"), ("{", "is no JSON"), (None, "No such")]
+)
+def test_a_file_that_holds_something_else_or_is_not_there_is_one_error(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ReportFileError, match=message):
+        read_report(str(path))
+
+
+def test_a_report_that_does_not_say_what_ran_is_compared_too() -> None:
+    before = {name: value for name, value in BEFORE.items() if name != "ran"}
+    assert difference(before, BEFORE).notes == ("program: None before, a.py after", "inputs: None before, x after")
+    assert difference(before, before).notes == ()
 
 
 def test_a_line_of_the_hardware_table_has_the_datasheets_figures() -> None:
@@ -115,6 +137,8 @@ TARGET = """
 import torch
 from torch import nn
 
+import flopmeter
+
 class Attends(nn.Module):
     def forward(self, x):
         return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -126,6 +150,23 @@ class Picks(nn.Module):
 class Fails(nn.Module):
     def forward(self, x):
         raise ValueError
+
+class Asks(nn.Module):
+    def forward(self, x):
+        return x * int(x.sum())
+
+class Doubts(nn.Module):
+    def forward(self, x):
+        raise flopmeter.HardwareError("no such device")
+
+def asks():
+    return Asks(), (torch.empty(1, device="meta"),)
+
+def doubts():
+    return Doubts(), (torch.empty(1),)
+
+def idle():
+    return nn.Identity(), (torch.empty(1),)
 
 def attends():
     return Attends(), (torch.empty(1, 1, 4, 16, dtype=torch.bfloat16),)
@@ -166,4 +207,17 @@ def test_the_command_takes_a_share_of_a_mask_that_nobody_knows(target: Path, cap
 
 def test_an_error_without_a_message_is_told_with_its_place(target: Path, capsys: Any) -> None:
     assert main(["table", f"{target}:fails"]) != 0
-    assert "raised ValueError: without a message (mine.py:15)" in capsys.readouterr().err
+    assert "raised ValueError: without a message (mine.py:17)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("asks", "mine.py:21 is data-dependent"), ("doubts", "no such device"), ("idle", "no op")],
+)
+def test_an_error_that_says_itself_what_to_do_is_told_in_its_own_words(
+    name: str, said: str, target: Path, capsys: Any
+) -> None:
+    assert main(["table", f"{target}:{name}"]) != 0
+    told = capsys.readouterr().err
+    assert said in told
+    assert "raised" not in told

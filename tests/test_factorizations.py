@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from costs_support import meta
 from torch import Tensor
 
 from flopmeter import FlopMeter, Report, load_hardware
@@ -111,3 +112,22 @@ def test_what_follows_a_chain_is_sent_when_all_of_it_is() -> None:
     ))  # fmt: skip
     assert followed.launch_seconds - alone.launch_seconds == pytest.approx(4 * 6.5e-6, rel=0.01)
     assert followed.seconds > alone.seconds
+
+
+@pytest.mark.parametrize(
+    ("program", "count"),
+    [
+        (lambda: torch.linalg.svdvals(meta(6, 4)), 4 * 6 * 4**2 - 4 * 4**3 // 3),
+        (lambda: torch.linalg.svdvals(meta(4, 6)), 4 * 6 * 4**2 - 4 * 4**3 // 3),
+        (lambda: torch.linalg.svd(meta(6, 4), full_matrices=False), 14 * 6 * 4**2 + 8 * 4**3),
+        (lambda: torch.linalg.svd(meta(4, 6), full_matrices=True), 4 * 6**2 * 4 + 8 * 6 * 4**2 + 9 * 4**3),
+        (lambda: torch.linalg.eigvalsh(meta(3, 5, 5)), 3 * (4 * 5**3 // 3)),
+        (lambda: torch.linalg.eigh(meta(5, 5)), 9 * 5**3),
+        (lambda: torch.linalg.lu_factor(meta(6, 4)), 6 * 4**2 - 4**3 // 3),
+        (lambda: torch.linalg.lu_factor(meta(4, 6)), 6 * 4**2 - 4**3 // 3),
+        (lambda: torch.linalg.qr(meta(6, 4), mode="r"), 2 * 6 * 4**2 - 2 * 4**3 // 3),
+    ],
+)
+def test_factorizations_take_the_flops_of_their_textbooks_and_the_longer_side_may_be_either(program, count):
+    """Golub and Van Loan, 'Matrix Computations', figure 8.6.1 and section 8.3; LAPACK Working Note 41."""
+    assert sum(kernel.cost.flops for kernel in metered(program).kernels) == count

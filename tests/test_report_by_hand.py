@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from flopmeter import FlopMeter
+from flopmeter.report.formats import answer, small_print
 from flopmeter.report.quantities import (
     counted,
     decimal,
@@ -111,6 +113,12 @@ def test_json_has_the_same_rows_and_totals(report: Report) -> None:
     assert {name: row["bytes_written"] for name, row in ops.items()} == {
         name: written for name, (*_, written) in BY_HAND.items()
     }
+
+
+def test_the_page_has_each_line_of_the_answer_and_of_the_small_print(report: Report) -> None:
+    page = html.unescape(report.render("html"))
+    for line in (*answer(report), *small_print(report)):
+        assert line in page
 
 
 def test_depths_are_those_of_modules(report: Report) -> None:

@@ -19,7 +19,7 @@ from flopmeter.costs.traffic import is_view
 from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Cost, VectorWork
 from flopmeter.report.advice.spots import integers_for
-from flopmeter.torch_names.private import DispatchKey
+from flopmeter.torch_names.private import DispatchKey, is_dispatched
 
 # Arguments for ops whose schema does not tell what shapes go together; the others are tried with SHAPES.
 _EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -58,17 +58,22 @@ def _overload(name: str) -> OpOverload:
     namespace, _, rest = name.replace("::", ".").rpartition("aten.")
     packet_name, _, overload_name = rest.partition(".")
     packet = getattr(torch.ops.aten, packet_name, None) if not namespace and packet_name.isidentifier() else None
-    if not isinstance(packet, OpOverloadPacket):
+    overloads = _dispatched(packet) if isinstance(packet, OpOverloadPacket) else []
+    if not overloads:
         if not packet_name:
             raise UnknownOpError("name an op of torch's, such as addmm or aten.addmm.default")
         known = {str(op).removeprefix("aten.").split(".")[0] for op in RULES}
         near = difflib.get_close_matches(packet_name, known, n=4, cutoff=0.5)
         raise UnknownOpError(f"torch has no op {name!r}; near to it: {', '.join(near) or 'nothing with a rule'}")
-    overloads = packet.overloads()
     if overload_name and overload_name not in overloads:
         raise UnknownOpError(f"{packet} has no overload {overload_name!r}; it has: {', '.join(overloads)}")
     usual = next((usual for usual in ("default", "Tensor") if usual in overloads), overloads[0])
     return getattr(packet, overload_name or usual)
+
+
+def _dispatched(packet: OpOverloadPacket) -> list[str]:
+    """Its overloads without those of TorchScript's interpreter, as `aten::add` has one for two numbers."""
+    return [name for name in packet.overloads() if is_dispatched(getattr(packet, name).name())]
 
 
 def _how(overload: OpOverload, example: FlopMeter | None) -> str:
@@ -106,10 +111,11 @@ def _example(overload: OpOverload) -> FlopMeter | None:
         try:
             with meter:
                 overload(*arguments)
+            if meter.trace.ops:
+                meter.report()  # torch's own shapes may be none that the rule knows
+                return meter
         except Exception:  # not these arguments, then
             continue
-        if meter.trace.ops:
-            return meter
     return None
 
 

@@ -1,0 +1,226 @@
+"""Where the steps of a run lie, and what its clock says, of runs that are written down."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adadelta, Adagrad, Optimizer
+
+from flopmeter.run import clocks
+from flopmeter.run.step_parts import OutermostCall, Parts, parts_between, parts_of_rounds, with_what_recurs
+from flopmeter.run.updates import Optimizers, OwnUpdates
+
+STEPS = [20, 30, 40]
+
+
+def test_a_run_without_a_step_is_all_setup_and_one_step_is_the_first():
+    assert parts_between(10, [], "x") == Parts(range(10), None, None, 0, "x")
+    assert parts_between(10, [20], "x") == Parts(range(10), range(10, 20), None, 1, "x")
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "steady", "number", "evaluation", "later"),
+    [
+        ([], (30, 40), 3, None, [(20, 30), (30, 40)]),
+        ([(33, 36)], (20, 30), 2, None, [(20, 30)]),
+        ([(22, 24)], (30, 40), 3, None, [(30, 40)]),
+        ([(12, 15)], (30, 40), 3, None, [(20, 30), (30, 40)]),  # in the first step
+        ([(22, 24), (31, 32), (34, 36)], (30, 40), 3, (31, 36), [(20, 30), (30, 40)]),
+        ([(20, 30), (30, 40)], (30, 40), 3, (30, 40), [(20, 30), (30, 40)]),
+        ([(28, 33)], (30, 40), 3, None, [(20, 30), (30, 40)]),  # lies in no step
+        ([(35, 45)], (30, 40), 3, None, [(20, 30), (30, 40)]),
+    ],
+)
+def test_the_steady_step_is_the_last_without_an_evaluation_or_the_last(evaluations, steady, number, evaluation, later):
+    found = parts_between(10, STEPS, "x", [range(*each) for each in evaluations])
+    assert (found.setup, found.first, found.count) == (range(10), range(10, 20), 3)
+    assert (found.steady, found.steady_number) == (range(*steady), number)
+    assert found.evaluation == (None if evaluation is None else range(*evaluation))
+    assert found.later == tuple(range(*each) for each in later)
+
+
+MODULES = {name: type(name, (nn.Identity,), {})() for name in ("Encoder", "Decoder", "Draft", "Teacher", "Other")}
+
+
+def call(name: str, start: int, stop: int) -> OutermostCall:
+    return OutermostCall(weakref.ref(MODULES[name]), name, range(start, stop), False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("before", "within", "start"),
+    [
+        ([("Teacher", 5, 8)], [("Teacher", 22, 25)], 5),
+        ([("Encoder", 0, 3), ("Teacher", 5, 8)], [("Encoder", 20, 22), ("Teacher", 22, 25)], 0),
+        ([("Other", 0, 3), ("Teacher", 5, 8)], [("Encoder", 20, 22), ("Teacher", 22, 25)], 5),
+        ([("Encoder", 0, 3), ("Other", 5, 8)], [("Encoder", 20, 22), ("Teacher", 22, 25)], 8),
+        ([("Teacher", 5, 8)], [("Teacher", 30, 33)], 8),  # of the third step
+        ([("Teacher", 9, 12)], [("Teacher", 22, 25)], 8),  # it ran in the first step already
+        ([("Encoder", 1, 2), ("Teacher", 5, 20)], [("Teacher", 20, 21)], 5),
+        ([], [("Teacher", 22, 25)], 8),
+    ],
+)
+def test_the_first_step_starts_with_what_the_second_calls_first(before, within, start):
+    calls = [call(*each) for each in (*before, *within)]
+    assert with_what_recurs(8, [20, 30, 40], calls) == start
+    assert with_what_recurs(8, [20], calls) == 8
+
+
+@pytest.mark.parametrize(
+    ("names", "start", "ends", "said"),
+    [
+        ("Encoder Decoder Encoder Decoder", 0, [20, 40], "Encoder, Decoder"),
+        ("Encoder Decoder Decoder Encoder Decoder Decoder", 0, [30, 60], "Encoder, Decoder ×2"),
+        ("Other Encoder Decoder Encoder Decoder", 10, [30, 50], "Encoder, Decoder"),
+        ("Encoder Decoder Encoder Decoder Encoder", 0, [20, 40], "Encoder, Decoder"),
+        ("Draft Draft Other Draft Draft Other", 0, [30, 60], "Draft ×2, Other"),
+        ("Other Teacher Encoder Decoder Encoder Decoder", None, [], ""),  # as many others as a round has calls
+        ("Encoder Decoder Encoder", None, [], ""),
+        ("Encoder Decoder Draft Teacher", None, [], ""),
+        ("Draft Draft Draft Draft", None, [], ""),
+        ("Other Draft Draft Draft Draft", None, [], ""),
+    ],
+)
+def test_a_round_is_the_shortest_sequence_of_calls_that_comes_again_up_to_the_end(names, start, ends, said):
+    """Each call runs ten ops."""
+    calls = [call(name, 10 * place, 10 * place + 10) for place, name in enumerate(names.split())]
+    found = parts_of_rounds(calls)
+    if start is None:
+        assert found is None
+    else:
+        assert found == parts_between(start, ends, f"rounds of calls: {said}")
+
+
+def updates(calls: list[tuple[str, int]], backward: set[int]) -> tuple[list[int | None], OwnUpdates]:
+    own = OwnUpdates(lambda ops: not backward.isdisjoint(ops))
+    return [own.call(*each) for each in calls], own
+
+
+def test_a_step_without_an_optimizer_goes_from_one_call_of_what_learns_to_the_next():
+    calls = [("Net", 3), ("Other", 6), ("Net", 10), ("Other", 12), ("Net", 20), ("Net", 24), ("Net", 28)]
+    found, own = updates(calls, {5, 15, 25})
+    assert found == [None, None, 1, None, 2, None, 3]  # nothing learns between 20 and 24
+    assert (own.trained, own.start, own.ends(99)) == ("Net", 3, [10, 20, 28])
+
+
+def test_a_layer_that_was_called_once_to_build_the_model_is_not_what_learns():
+    found, own = updates([("Layer", 1), ("Net", 2), ("Net", 10), ("Layer", 11), ("Net", 20)], {5, 15})
+    assert found == [None, None, 1, None, 2]
+    assert (own.trained, own.start) == ("Net", 2)
+
+
+@pytest.mark.parametrize(
+    ("calls", "backward", "ends"),
+    [([("Net", 3)], {5}, [30]), ([("Net", 3)], {2}, []), ([("Net", 3)], {30}, []), ([], {5}, [])],
+)
+def test_one_call_with_a_backward_pass_behind_it_is_one_step_up_to_the_end(calls, backward, ends):
+    assert updates(calls, backward)[1].ends(30) == ends
+
+
+def test_an_optimizer_that_steps_first_leads_and_of_others_it_is_told_in_how_many_steps_they_step(monkeypatch):
+    """A moment is the number of ops before it. A step that ran none is no step."""
+    moment = 0
+    optimizers = Optimizers(lambda: moment)
+    monkeypatch.setattr(Optimizer, "__init__", optimizers.patch().value)
+    leading, other, late = (kind([nn.Parameter(torch.zeros(2))], lr=1.0) for kind in (SGD, Adagrad, Adadelta))
+
+    def step(optimizer: Optimizer, begins: int, ends: int) -> bool:
+        nonlocal moment
+        moment = begins
+        optimizers.begin()
+        moment = ends
+        return optimizers.ends_step(optimizer)
+
+    assert not optimizers.one_has_stepped
+    assert not step(other, 1, 1)
+    assert not step(other, 2, 2)
+    assert optimizers.idle_updates == 2
+    assert not optimizers.one_has_stepped
+    assert step(leading, 8, 10)
+    assert [step(other, at - 1, at) for at in (5, 8, 15, 20)] == [False] * 4
+    assert step(leading, 18, 20)
+    assert optimizers.idle_updates == 2
+
+    def told(steady: range) -> dict[str, int]:
+        idle = optimizers.not_stepping_in(steady, [10, 20, 30])
+        return {name.partition(" of ")[0]: steps for name, steps in idle}
+
+    assert told(range(20, 30)) == {"Adagrad": 2, "Adadelta": 0}  # twice in the first step, and twice in the second
+    assert told(range(10, 20)) == {"Adadelta": 0}
+    step(other, 29, 30)
+    assert told(range(20, 30)) == {"Adadelta": 0}
+    step(late, 27, 28)
+    assert told(range(10, 20)) == {"Adadelta": 1}
+
+    model = nn.Linear(2, 2)
+    leading.add_param_group({"params": [model.weight]})
+    assert optimizers.leader_updates(nn.Sequential(model))
+    assert not optimizers.leader_updates(nn.Linear(2, 2))
+    leading.param_groups[0]["params"] = [model.bias]
+    assert optimizers.leader_updates_copy_of(nn.Linear(2, 2))
+    assert not optimizers.leader_updates_copy_of(nn.Linear(2, 3))
+
+
+class Run:
+    """A run of ops that each take what a list says."""
+
+    takes_times = False
+
+    def __init__(self) -> None:
+        self.moment, self.waits, self.next = 0, False, {}
+
+    def now(self) -> int:
+        return self.moment
+
+    def is_on_device(self, ops: range) -> bool:
+        return len(ops) > 0
+
+    def report_of(self, ops: range) -> Any:
+        return SimpleNamespace(**self.next)
+
+    def host_waits_at(self, moment: int) -> bool:
+        assert moment == self.moment
+        return self.waits
+
+    def send(self, seconds: float, kernels: float, sent: float, host: float, *, blocks: bool = False) -> None:
+        """Ops of so many seconds, of which kernels take some; the host has sent them after `sent`, and works `host`."""
+        self.moment += 1
+        cost = SimpleNamespace(blocks_host=blocks)
+        self.next = {
+            "seconds": seconds, "kernel_seconds": kernels, "host_seconds": host,
+            "kernels": [SimpleNamespace(cost=cost)], "timings": [SimpleNamespace(enqueued_seconds=sent)],
+        }  # fmt: skip
+
+
+def test_the_hosts_clock_goes_with_what_it_sends_and_with_the_device_where_it_waits(monkeypatch):
+    true = [100.0]
+    monkeypatch.setattr(clocks, "_TRUE", lambda: true[0])
+    run = Run()
+    clock = clocks.HostClock(run)
+    assert clock._seconds() == 0
+    assert run.takes_times
+    run.send(5, 4, 1, 0.75)  # the device is done at 5
+    true[0] += 50  # what counting takes here is no time of the program
+    assert clock._seconds() == 1
+    run.send(3, 3, 0.25, 0.5)  # and at 8, since it is busy until 5
+    assert clock._seconds() == 1.5
+    true[0] += 0.25  # the host alone
+    assert clock._seconds() == 1.75
+    true[0] += 0.25
+    run.waits = True
+    assert clock._seconds() == 8
+    true[0] += 2  # after the device is done, nothing waits
+    assert clock._seconds() == 10
+    run.waits = False
+    run.send(2, 1, 0.5, 0.5, blocks=True)  # the last op is read
+    assert clock._seconds() == 12
+    run.send(1, 1, 0.5, 7)
+    assert clock._seconds() == 19
+    run.send(4, 1, 1, 1)
+    assert clock._seconds() == 20
+    run.waits = True
+    assert clock._seconds() == 23  # 19 + 4
