@@ -1096,3 +1096,44 @@ def test_who_is_advised_to_compile_int8_weights_is_told_which_kernel_may_come(dt
     (advice,) = (each for each in eager.advice if each.remedy.startswith("torch.compile"))
     assert ("_weight_int8pack_mm" in advice.why) == is_said
     assert (times(True).seconds > 10 * eager.seconds) == is_said
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("kind", ["of the input", "penalty", "second order", "two losses", "one after another", "no"])
+def test_compiling_is_told_with_torch_func_where_gradients_of_gradients_are_taken(kind):
+    """torch.compile of such a program raises "does not currently support double backward", with torch.func it does not:
+    by torch's own compiler, at the end."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
+        x = torch.empty(1 << 20, 64, requires_grad=kind != "no")
+    with FlopMeter(H100) as meter:
+        loss = _square(model(x))
+        if kind in ("of the input", "second order"):
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            if kind == "second order":  # two passes with no op between
+                (slope,) = torch.autograd.grad(slope, x, torch.empty_like(slope), create_graph=True)
+            loss = _square(slope)
+        elif kind == "penalty":
+            slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            loss = loss + sum(map(_square, slopes))
+        elif kind == "two losses":
+            loss.backward(retain_graph=True)
+        elif kind == "one after another":
+            loss.backward()
+            loss = _square(model(x))
+        loss.backward()
+    told = [each.remedy for each in meter.report().advice if each.remedy.startswith("torch.compile")]
+    is_double = kind in ("of the input", "penalty", "second order")
+    assert len(told) == 1
+    assert ("torch.func.grad" in told[0]) == is_double
+    if is_double:
+        model, x = model.to_empty(device="cpu"), torch.zeros(16, 64)
+        compiled = torch.compile(lambda x: _square(torch.func.grad(lambda x: _square(model(x)))(x)), backend="aot_eager")
+        compiled(x).backward()
+        compiled = torch.compile(model, backend="aot_eager")
+        (slope,) = torch.autograd.grad(_square(compiled(x.requires_grad_())), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            _square(slope).backward()

@@ -23,6 +23,7 @@ from flopmeter.records import Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.autocast import FOURIER, autocast
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
+from flopmeter.report.advice.passes import differentiates_gradients
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
 from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, odd_width, timed
 from flopmeter.report.quantities import counted, percent_of, with_prefix
@@ -106,6 +107,10 @@ def with_other_ops(
     return Proposal(what, concerns, why, remedy, priced(report, with_ops(trace, dropped, put_in, put_before)))
 
 
+# What is compiled has one backward pass: going through it again is an error (torch/_functorch/_aot_autograd/
+# runtime_wrappers.py), while transforms of torch.func are traced into the forward graph.
+_IN_ONE_PASS = "with the inner gradients by torch.func.grad in what it compiles: through those of autograd.grad it raises"
+
 _WORTH_MORE_TROUBLE = 1.03  # a less simple way has to be faster by this factor
 
 
@@ -142,7 +147,10 @@ def another_mode(report: Report) -> Iterator[Proposal]:
             "; for weights cast from int8 inductor may take _weight_int8pack_mm, which gives each output to one thread"
             " and is many times slower than the product now: a run with torch.compile tells which"
         )
-    yield Proposal(all_kernels(report), everything, why, mode.asked_by, run, is_fault=False)
+    how = mode.asked_by
+    if mode.fuses and not among_ranks and differentiates_gradients(trace_of(report)):
+        how += f", {_IN_ONE_PASS}"
+    yield Proposal(all_kernels(report), everything, why, how, run, is_fault=False)
 
 
 def _multiplies_int8_weights(trace: Trace) -> bool:
