@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -1172,3 +1173,23 @@ def test_an_optimizer_that_is_written_out_adds_numbers_and_tensors_in_one_loop()
     (told,) = (each for each in before.advice if each.remedy.startswith("torch._foreach_"))
     assert "120 kernels for one tensor each" in told.why  # mul_ twice, add_ three times, for each of 24
     assert before.seconds > told.run_seconds_then > after.seconds
+
+
+def test_batches_that_the_host_makes_op_by_op_are_told_where_they_are_made():
+    """Not where the device's first kernel is called."""
+    with torch.device("meta"):
+        model = nn.Linear(64, 64)
+    image = torch.zeros(64)
+
+    def made() -> None:
+        for _ in range(200):
+            image.mul(2)  # of the batch
+
+    with FlopMeter(H100, source=True) as meter:
+        made()
+        for _ in range(4):
+            model(torch.empty(8, 64, device="meta"))
+    (told,) = (each for each in meter.report().advice if each.remedy.startswith("DataLoader(num_workers"))
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# of the batch"))
+    assert told.where.endswith(f"test_advice.py:{line}")
+    assert told.what.startswith("all that the host sends after 200 ops on tensors of its own")

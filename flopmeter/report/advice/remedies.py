@@ -25,7 +25,7 @@ from flopmeter.report.advice.autocast import FOURIER, autocast
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.passes import differentiates_gradients
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
-from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, odd_width, timed
+from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, modules_and_lines_of, odd_width, timed
 from flopmeter.report.quantities import counted, percent_of, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN
@@ -251,9 +251,10 @@ def batches_made_between(report: Report) -> Iterator[Proposal]:
     }
     if own:
         yield Proposal(
-            "", everything, f"the host runs {counted(len(own), 'op')} on tensors of its own, one after the other",
+            f"all that the host sends after {counted(len(own), 'op')} on tensors of its own", everything,
+            "the host runs them one after the other",
             "DataLoader(num_workers=...), whose processes make the next batch meanwhile",
-            priced(report, with_ops(trace, own)), where=modules_and_lines(report.kernels[:1]),
+            priced(report, with_ops(trace, own)), where=modules_and_lines_of(trace.ops[index] for index in own),
         )  # fmt: skip
 
 
