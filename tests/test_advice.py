@@ -1193,3 +1193,21 @@ def test_batches_that_the_host_makes_op_by_op_are_told_where_they_are_made():
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# of the batch"))
     assert told.where.endswith(f"test_advice.py:{line}")
     assert told.what.startswith("all that the host sends after 200 ops on tensors of its own")
+
+
+@pytest.mark.parametrize("read", [lambda loss: loss.item(), lambda loss: loss.detach().cpu().numpy()])
+def test_a_loss_that_is_copied_to_the_host_is_advised_as_one_that_is_read(read):
+    """It is not to be made smaller first: what takes time is that the host waits."""
+    with flopmeter.cuda(H100, steps=3) as device:
+        model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), fused=True)
+        for _ in range(4):
+            loss = model(torch.ones(4096, 2048).cuda()).square().mean()  # the next batch is copied after the wait
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            read(loss)
+    told = [(each.remedy, each.what) for each in device.report().step.advice]
+    once = "keep the values on the device, or read them once in many steps"
+    assert (once, "all that the host sends after 1 read of a value") in told
+    assert not any("make it smaller" in remedy for remedy, _ in told)

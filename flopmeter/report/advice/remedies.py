@@ -25,6 +25,7 @@ from flopmeter.report.advice.autocast import FOURIER, autocast
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.passes import differentiates_gradients
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
+from flopmeter.report.advice.sent import values_read
 from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, modules_and_lines_of, odd_width, timed
 from flopmeter.report.quantities import counted, percent_of, with_prefix
 from flopmeter.report.report import Report
@@ -206,14 +207,16 @@ def the_rest_eagerly(report: Report) -> Iterator[Proposal]:
 @remedy
 def waits_for_values(report: Report) -> Iterator[Proposal]:
     """`.item()` and its kin, which stop the host until the device is done."""
-    reads = [kernel for kernel in report.kernels if kernel.op.call.func.overloadpacket is aten._local_scalar_dense]
-    flags = _flags_of_scalers(trace_of(report))
+    trace = trace_of(report)
+    asks = {id(trace.ops[index]) for index in values_read(trace)}
+    reads = [kernel for kernel in report.kernels if id(kernel.op) in asks and kernel.cost.blocks_host]
+    flags = _flags_of_scalers(trace)
     by_scaler = [kernel for kernel in reads if not flags.isdisjoint(kernel.op.storages)]
     by_program = [kernel for kernel in reads if flags.isdisjoint(kernel.op.storages)]
     is_bf16 = _narrow_type(report.hardware) is torch.bfloat16
     yield from _without(
         report, by_program, "keep the values on the device, or read them once in many steps",
-        "until the device is done (.item(), float(), print, if)",
+        "until the device is done (.item(), float(), .cpu(), print, if)",
     )  # fmt: skip
     yield from _without(
         report, by_scaler, "bfloat16, which needs no GradScaler" if is_bf16 else "the optimizer's fused=True",
