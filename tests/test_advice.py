@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -1096,3 +1097,117 @@ def test_who_is_advised_to_compile_int8_weights_is_told_which_kernel_may_come(dt
     (advice,) = (each for each in eager.advice if each.remedy.startswith("torch.compile"))
     assert ("_weight_int8pack_mm" in advice.why) == is_said
     assert (times(True).seconds > 10 * eager.seconds) == is_said
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("kind", ["of the input", "penalty", "second order", "two losses", "one after another", "no"])
+def test_compiling_is_told_with_torch_func_where_gradients_of_gradients_are_taken(kind):
+    """torch.compile of such a program raises "does not currently support double backward", with torch.func it does not:
+    by torch's own compiler, at the end."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
+        x = torch.empty(1 << 20, 64, requires_grad=kind != "no")
+    with FlopMeter(H100) as meter:
+        loss = _square(model(x))
+        if kind in ("of the input", "second order"):
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            if kind == "second order":  # two passes with no op between
+                (slope,) = torch.autograd.grad(slope, x, torch.empty_like(slope), create_graph=True)
+            loss = _square(slope)
+        elif kind == "penalty":
+            slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            loss = loss + sum(map(_square, slopes))
+        elif kind == "two losses":
+            loss.backward(retain_graph=True)
+        elif kind == "one after another":
+            loss.backward()
+            loss = _square(model(x))
+        loss.backward()
+    told = [each.remedy for each in meter.report().advice if each.remedy.startswith("torch.compile")]
+    is_double = kind in ("of the input", "penalty", "second order")
+    assert len(told) == 1
+    assert ("torch.func.grad" in told[0]) == is_double
+    if is_double:
+        model, x = model.to_empty(device="cpu"), torch.zeros(16, 64)
+        compiled = torch.compile(lambda x: _square(torch.func.grad(lambda x: _square(model(x)))(x)), backend="aot_eager")
+        compiled(x).backward()
+        compiled = torch.compile(model, backend="aot_eager")
+        (slope,) = torch.autograd.grad(_square(compiled(x.requires_grad_())), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            _square(slope).backward()
+
+
+def test_an_optimizer_that_is_written_out_adds_numbers_and_tensors_in_one_loop():
+    """The Adam of GaLore and others. Beside it one with torch's functions for lists, which is the change that is told:
+    of the loop's eight ops six have such a function in the advice, and each takes all 24 parameters."""
+    with torch.device("meta"):
+        states = [[torch.empty(64, 64) for _ in range(24)] for _ in range(4)]
+    foreach = torch._foreach_mul_, torch._foreach_add_, torch._foreach_addcmul_, torch._foreach_sqrt, torch._foreach_div
+
+    def one_by_one():
+        for p, g, m, v in zip(*states, strict=True):
+            m.mul_(0.9).add_(g, alpha=0.1)
+            v.mul_(0.99).addcmul_(g, g, value=0.01)
+            p.add_(m / v.sqrt().add_(1e-8), alpha=-0.1)
+
+    def at_once():
+        mul_, add_, addcmul_, sqrt, div = foreach
+        p, g, m, v = states
+        mul_(m, 0.9)
+        add_(m, g, alpha=0.1)
+        mul_(v, 0.99)
+        addcmul_(v, g, g, value=0.01)
+        roots = sqrt(v)
+        add_(roots, 1e-8)
+        add_(p, div(m, roots), alpha=-0.1)
+
+    reports = []
+    for run in (one_by_one, at_once):
+        with FlopMeter(H100) as meter:
+            run()
+        reports.append(meter.report())
+    before, after = reports
+    (told,) = (each for each in before.advice if each.remedy.startswith("torch._foreach_"))
+    assert "120 kernels for one tensor each" in told.why  # mul_ twice, add_ three times, for each of 24
+    assert before.seconds > told.run_seconds_then > after.seconds
+
+
+def test_batches_that_the_host_makes_op_by_op_are_told_where_they_are_made():
+    """Not where the device's first kernel is called."""
+    with torch.device("meta"):
+        model = nn.Linear(64, 64)
+    image = torch.zeros(64)
+
+    def made() -> None:
+        for _ in range(200):
+            image.mul(2)  # of the batch
+
+    with FlopMeter(H100, source=True) as meter:
+        made()
+        for _ in range(4):
+            model(torch.empty(8, 64, device="meta"))
+    (told,) = (each for each in meter.report().advice if each.remedy.startswith("DataLoader(num_workers"))
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# of the batch"))
+    assert told.where.endswith(f"test_advice.py:{line}")
+    assert told.what.startswith("all that the host sends after 200 ops on tensors of its own")
+
+
+@pytest.mark.parametrize("read", [lambda loss: loss.item(), lambda loss: loss.detach().cpu().numpy()])
+def test_a_loss_that_is_copied_to_the_host_is_advised_as_one_that_is_read(read):
+    """It is not to be made smaller first: what takes time is that the host waits."""
+    with flopmeter.cuda(H100, steps=3) as device:
+        model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), fused=True)
+        for _ in range(4):
+            loss = model(torch.ones(4096, 2048).cuda()).square().mean()  # the next batch is copied after the wait
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            read(loss)
+    told = [(each.remedy, each.what) for each in device.report().step.advice]
+    once = "keep the values on the device, or read them once in many steps"
+    assert (once, "all that the host sends after 1 read of a value") in told
+    assert not any("make it smaller" in remedy for remedy, _ in told)

@@ -325,3 +325,37 @@ def test_interrupted_it_reports_what_ran(script):
     assert process.returncode == 130
     assert "was interrupted" in err
     assert "one steady step" in err
+
+
+MODULE_THAT_IS_IMPORTED_AT_ITS_FIRST_USE = """
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        raise ImportError("what is behind it is not installed")
+
+sys.modules["integrations_nowhere"] = Lazy("integrations_nowhere")
+"""
+
+
+def test_a_module_that_the_program_puts_off_importing_is_not_imported_by_the_run(script, capsys):
+    """As packages do for what they can do without (speechbrain's integrations)."""
+    assert main(["run", script("import sys, types\n" + MODULE_THAT_IS_IMPORTED_AT_ITS_FIRST_USE + TRAINS)]) == 0
+    assert "one steady step" in capsys.readouterr().err
+
+
+def test_a_package_of_weights_that_cannot_be_imported_here_hinders_no_program_that_does_not_use_it(
+    script, tmp_path, capsys, monkeypatch
+):
+    """As a huggingface_hub of which a part is not installed."""
+    (tmp_path / "huggingface_hub").mkdir()
+    (tmp_path / "huggingface_hub" / "__init__.py").write_text("def __getattr__(name): import nowhere_at_all")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "huggingface_hub", raising=False)
+    assert main(["run", script(TRAINS)]) == 0
+    assert "one steady step" in capsys.readouterr().err
+
+
+def test_the_package_of_websocket_has_another_name(script, capsys, monkeypatch):
+    """As importlib.metadata says of it where it is installed: `websocket` on the package index is another one."""
+    monkeypatch.setattr("flopmeter.run.script._is_there", lambda name: False)
+    assert main(["run", script("raise ModuleNotFoundError('', name='websocket')")]) == 1
+    assert "(pip install websocket-client)" in capsys.readouterr().err

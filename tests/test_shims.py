@@ -230,6 +230,25 @@ def test_apex_updates_and_norms_are_one_kernel():
     }
 
 
+@pytest.mark.parametrize(("capturable", "waits"), [(False, 1), (True, 0)])
+def test_a_scaler_of_gradients_waits_before_it_steps_apexs_adam_unless_that_is_capturable(capturable, waits):
+    """apex/optimizers/fused_adam.py: only then the kernel itself skips steps of infinite gradients; else torch's
+    GradScaler asks, and the host waits."""
+
+    def program():
+        from apex.optimizers import FusedAdam
+
+        model, scaler = nn.Linear(64, 64).cuda(), torch.amp.GradScaler()
+        optimizer = FusedAdam(model.parameters(), capturable=capturable)
+        for _ in range(4):
+            scaler.scale(model(torch.zeros(8, 64, device="cuda")).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    assert sum(kernel.cost.blocks_host for kernel in stepped("apex", program).kernels) == waits
+
+
 def test_larc_scales_each_gradient_by_two_norms_and_waits_for_each():
     """By hand: two parameters; the host asks of two norms each whether they are 0."""
 

@@ -50,7 +50,7 @@ class OwnCode:
 
     def _files(self) -> Iterator[Path]:
         for name, module in list(sys.modules.items()):
-            file = getattr(module, "__file__", None) or ""
+            file = _names_of(module).get("__file__") or ""
             is_of_program = name == "__main__" or (name not in self._before and is_own(name, file))
             if is_of_program and file.endswith(".py") and Path(file).is_file():
                 yield Path(file)
@@ -74,7 +74,13 @@ def forgotten_after() -> Iterator[None]:
 
 def _file_of(module: ModuleType) -> str:
     """Its file; of a package without one its folder; '' of what is built in."""
-    return getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    names = _names_of(module)
+    return names.get("__file__") or next(iter(names.get("__path__") or ()), "")
+
+
+def _names_of(module: Any) -> dict[str, Any]:
+    """What it has by now. Asked for another name, a module may import what the program has put off, or cannot import."""
+    return vars(module) if isinstance(module, ModuleType) else {}
 
 
 def imported_by_name(undoing: Iterable[Patch]) -> Iterator[Patch]:
@@ -83,7 +89,7 @@ def imported_by_name(undoing: Iterable[Patch]) -> Iterator[Patch]:
     functions = [was for was in undoing if isinstance(was.owner, ModuleType) and callable(was.value)]
     now = {id(was.value): vars(was.owner)[was.name] for was in functions}
     for name, module in list(sys.modules.items()):
-        names = vars(module) if isinstance(module, ModuleType) else {}
+        names = _names_of(module)
         if now.keys().isdisjoint(map(id, names.values())) or not is_own(name, names.get("__file__") or ""):
             continue
         for held, value in list(names.items()):

@@ -331,7 +331,7 @@ NAMED_OTHERWISE = {
     "GitPython", "google": "protobuf", "hydra": "hydra-core", "open_clip": "open-clip-torch", "opentelemetry":
     "opentelemetry-sdk", "ot": "POT", "patoolib": "patool",
     "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn", "skvideo": "sk-video",
-    "tap": "typed-argument-parser", "umap": "umap-learn", "yaml": "PyYAML",
+    "tap": "typed-argument-parser", "umap": "umap-learn", "websocket": "websocket-client", "yaml": "PyYAML",
 }  # fmt: skip
 """What pip calls a package whose modules have another name. Source: the metadata of each on the package index."""
 

@@ -66,8 +66,7 @@ class WeightFiles:
         into, on = self._load_into(nn.Module.load_state_dict), self._step_on(Optimizer.load_state_dict)
         yield Patch(nn.Module, "load_state_dict", into, "weights that are not here")
         yield Patch(Optimizer, "load_state_dict", on, "states that are not here")
-        if importlib.util.find_spec("huggingface_hub") is not None:
-            hf: Any = importlib.import_module("huggingface_hub")
+        if (hf := _hub()) is not None:
             yield Patch(hf, "hf_hub_download", self._from_hub(hf.hf_hub_download), "weights that are not here")
         yield Patch(serialization, "default_restore_location", self._restore(restore), "loads onto the named device")
         if importlib.util.find_spec("safetensors") is not None:
@@ -228,3 +227,13 @@ def _place(file: Any) -> str | int:
     """The absolute path of a path or of an open file; the id of a buffer in memory."""
     name = getattr(file, "name", file)
     return os.path.abspath(name) if isinstance(name, (str, os.PathLike)) else id(file)
+
+
+def _hub() -> Any:
+    """huggingface_hub, which imports its functions when they are asked for. None if what it needs itself is missing, too:
+    the program may not use it."""
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        return hub if hub.hf_hub_download else None
+    except ImportError:
+        return None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 
 from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.report.advice.passes import backward_passes, grown_in, read_in
 from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import in_place_of, is_view
 from flopmeter.report.report import Report
@@ -54,7 +54,7 @@ def fills_gradients(trace: Trace, op: Op) -> bool:
 def graphs_walked_twice(report: Report) -> Iterator[Proposal]:
     """Backward passes of several losses through one graph (`retain_graph=True`): what they share runs for each."""
     trace = trace_of(report)
-    passes = _passes(trace)
+    passes = backward_passes(trace)
     activations = _activations(trace) if len(passes) > 1 else set()
     dropped, put_in = set[int](), dict[int, Op]()
     for number, early in enumerate(passes):
@@ -81,30 +81,17 @@ def graphs_walked_twice(report: Report) -> Iterator[Proposal]:
     )  # fmt: skip
 
 
-def _passes(trace: Trace) -> list[range]:
-    """The ops of each backward pass, with what checkpoints compute again in it."""
-    groups = groupby(range(len(trace.ops)), key=lambda index: trace.ops[index].phase in ("backward", "recompute"))
-    passes = [list(indices) for is_backward, indices in groups if is_backward]
-    return [range(indices[0], indices[-1] + 1) for indices in passes]
-
-
 def _walks_same(trace: Trace, early: range, late: range, kept: set[int]) -> bool:
     """Whether both add to gradients of the same leaves and walk over activations that `kept` names, which nothing reads
     between them, and nothing reads what the first made (a second derivative). Gradients of one batch after another are
     added up, too, but each batch makes its own activations."""
-    if not (kept & _read(trace, late)) - _read(trace, range(early.stop, late.start)):
+    if not (kept & read_in(trace, late)) - read_in(trace, range(early.stop, late.start)):
         return False
     leaves = [{each.leaf for each in trace.accumulations if each.op in part} for part in (early, late)]
     if not leaves[0] & leaves[1]:
         return False
-    grown = {trace.ops[each.op].inputs[0].storage for each in trace.accumulations if each.op in late}
-    read = _read(trace, range(early.stop, late.stop))
-    return not any(trace.storages[number].born in early for number in read - grown)
-
-
-def _read(trace: Trace, part: range) -> set[int]:
-    """The storages that these ops read."""
-    return {spec.storage for index in part for spec in trace.ops[index].inputs}
+    read = read_in(trace, range(early.stop, late.stop))
+    return not any(trace.storages[number].born in early for number in read - grown_in(trace, late))
 
 
 def _activations(trace: Trace) -> set[int]:
@@ -122,7 +109,7 @@ def _activations(trace: Trace) -> set[int]:
 
 def _outliving(trace: Trace, part: range, storages: set[int]) -> set[int]:
     """Of these storages those that the pass reads, made before it, and that are alive after it."""
-    read = ((number, trace.storages[number]) for number in storages & _read(trace, part))
+    read = ((number, trace.storages[number]) for number in storages & read_in(trace, part))
     return {number for number, each in read if each.born < part.start and (each.died is None or each.died > part.stop)}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from flopmeter.records import Kernel, Op, Trace
 from flopmeter.report.advice.remedies import Proposal, everything, priced, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import with_ops
+from flopmeter.report.advice.sent import results_sent, values_read
 from flopmeter.report.advice.spots import modules_and_lines
 from flopmeter.report.quantities import counted, with_prefix
 from flopmeter.report.report import Report
@@ -17,22 +18,9 @@ from flopmeter.timing.peak_memory import usable_bytes_if_known
 
 @remedy
 def copies_to_host(report: Report) -> Iterator[Proposal]:
-    """Whole tensors that go to the host, which most programs read for a few figures; not what comes back later
-    (offloaded activations), nor what the optimizer steps with there."""
+    """Whole tensors that go to the host, which most programs read for a few figures."""
     trace = trace_of(report)
-    device = trace.device
-    wanted = {
-        number
-        for op in trace.ops
-        if op.phase == "optimizer" or any(spec.device == device for spec in op.call.outputs)
-        for number in op.storages
-    }
-    sends = {
-        index
-        for index, op in enumerate(trace.ops)
-        if any(spec.device == device for spec in op.call.inputs)
-        and any(spec.device == "cpu" and op.storages[spec.storage] not in wanted for spec in op.call.outputs)
-    }
+    sends = results_sent(trace) - values_read(trace)
     by_op = {id(trace.ops[index]) for index in sends}
     copies = [kernel for kernel in report.kernels if kernel.cost.link_bytes and id(kernel.op) in by_op]
     if copies:

@@ -175,15 +175,20 @@ def masks_of_places(report: Report) -> Iterator[Proposal]:
 
 
 LEAST_LOOP = 16  # tensors: a loop over fewer is no loop over a model's parameters
-_FOREACH: dict[object, OpOverload] = {
-    aten.linalg_vector_norm: aten_overloads._foreach_norm.Scalar,
-    aten.mul_: aten_overloads._foreach_mul_.Scalar,
-    aten.div_: aten_overloads._foreach_div_.Scalar,
-    aten.add_: aten_overloads._foreach_add_.List,
-    aten.sub_: aten_overloads._foreach_sub_.List,
-    aten.lerp_: aten_overloads._foreach_lerp_.Scalar,
-    aten.copy_: aten_overloads._foreach_copy_.default,
-    aten.zero_: aten_overloads._foreach_zero_.default,
+_FOREACH: dict[tuple[object, int], OpOverload] = {  # by the op, and how many tensors it takes
+    (aten.linalg_vector_norm, 1): aten_overloads._foreach_norm.Scalar,
+    (aten.mul_, 1): aten_overloads._foreach_mul_.Scalar,
+    (aten.mul_, 2): aten_overloads._foreach_mul_.List,
+    (aten.div_, 1): aten_overloads._foreach_div_.Scalar,
+    (aten.div_, 2): aten_overloads._foreach_div_.List,
+    (aten.add_, 1): aten_overloads._foreach_add_.Scalar,
+    (aten.add_, 2): aten_overloads._foreach_add_.List,
+    (aten.sub_, 1): aten_overloads._foreach_sub_.Scalar,
+    (aten.sub_, 2): aten_overloads._foreach_sub_.List,
+    (aten.lerp_, 2): aten_overloads._foreach_lerp_.Scalar,
+    (aten.lerp_, 3): aten_overloads._foreach_lerp_.List,
+    (aten.copy_, 2): aten_overloads._foreach_copy_.default,
+    (aten.zero_, 1): aten_overloads._foreach_zero_.default,
 }
 
 
@@ -196,7 +201,7 @@ def loops_over_tensors(report: Report) -> Iterator[Proposal]:
     phases = {"forward"} if any(step.takes_fused for step in trace.optimizer_steps) else {"forward", "optimizer"}
     loops: dict[OpOverload, list[int]] = defaultdict(list)
     for index, op in enumerate(trace.ops):
-        func = _FOREACH.get(op.call.func.overloadpacket)
+        func = _FOREACH.get((op.call.func.overloadpacket, _tensors_among(op.call.args)))
         if func is None or (report.cluster is None and fills_gradients(trace, op)):
             continue
         if not op.module and op.phase in phases and op.region is None:
@@ -216,9 +221,13 @@ def loops_over_tensors(report: Report) -> Iterator[Proposal]:
 
 def _at_once(func: OpOverload, ops: list[Op]) -> Op:
     """One op for the tensors of all of them; numbers are taken from the first."""
-    of_inputs = [tuple(op.inputs[number] for op in ops) for number in range(min(len(op.inputs) for op in ops))]
+    of_inputs = [tuple(op.inputs[number] for op in ops) for number in range(_tensors_among(ops[0].call.args))]
     lists = iter(of_inputs)
     args = tuple(next(lists) if isinstance(value, TensorSpec) else value for value in ops[0].call.args)
     outputs = () if func._schema.name.endswith("_") else (op.outputs[0] for op in ops)
     kwargs = {name: value for name, value in ops[0].call.kwargs.items() if not isinstance(value, TensorSpec)}
     return in_place_of(ops[-1], func, args, kwargs, chain(*of_inputs), outputs)
+
+
+def _tensors_among(args: tuple[object, ...]) -> int:
+    return sum(isinstance(value, TensorSpec) for value in args)

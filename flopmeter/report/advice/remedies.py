@@ -23,8 +23,10 @@ from flopmeter.records import Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.autocast import FOURIER, autocast
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
+from flopmeter.report.advice.passes import differentiates_gradients
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
-from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, odd_width, timed
+from flopmeter.report.advice.sent import values_read
+from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, modules_and_lines_of, odd_width, timed
 from flopmeter.report.quantities import counted, percent_of, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN
@@ -106,6 +108,10 @@ def with_other_ops(
     return Proposal(what, concerns, why, remedy, priced(report, with_ops(trace, dropped, put_in, put_before)))
 
 
+# What is compiled has one backward pass: going through it again is an error (torch/_functorch/_aot_autograd/
+# runtime_wrappers.py), while transforms of torch.func are traced into the forward graph.
+_IN_ONE_PASS = "with the inner gradients by torch.func.grad in what it compiles: through those of autograd.grad it raises"
+
 _WORTH_MORE_TROUBLE = 1.03  # a less simple way has to be faster by this factor
 
 
@@ -142,7 +148,10 @@ def another_mode(report: Report) -> Iterator[Proposal]:
             "; for weights cast from int8 inductor may take _weight_int8pack_mm, which gives each output to one thread"
             " and is many times slower than the product now: a run with torch.compile tells which"
         )
-    yield Proposal(all_kernels(report), everything, why, mode.asked_by, run, is_fault=False)
+    how = mode.asked_by
+    if mode.fuses and not among_ranks and differentiates_gradients(trace_of(report)):
+        how += f", {_IN_ONE_PASS}"
+    yield Proposal(all_kernels(report), everything, why, how, run, is_fault=False)
 
 
 def _multiplies_int8_weights(trace: Trace) -> bool:
@@ -198,14 +207,16 @@ def the_rest_eagerly(report: Report) -> Iterator[Proposal]:
 @remedy
 def waits_for_values(report: Report) -> Iterator[Proposal]:
     """`.item()` and its kin, which stop the host until the device is done."""
-    reads = [kernel for kernel in report.kernels if kernel.op.call.func.overloadpacket is aten._local_scalar_dense]
-    flags = _flags_of_scalers(trace_of(report))
+    trace = trace_of(report)
+    asks = {id(trace.ops[index]) for index in values_read(trace)}
+    reads = [kernel for kernel in report.kernels if id(kernel.op) in asks and kernel.cost.blocks_host]
+    flags = _flags_of_scalers(trace)
     by_scaler = [kernel for kernel in reads if not flags.isdisjoint(kernel.op.storages)]
     by_program = [kernel for kernel in reads if flags.isdisjoint(kernel.op.storages)]
     is_bf16 = _narrow_type(report.hardware) is torch.bfloat16
     yield from _without(
         report, by_program, "keep the values on the device, or read them once in many steps",
-        "until the device is done (.item(), float(), print, if)",
+        "until the device is done (.item(), float(), .cpu(), print, if)",
     )  # fmt: skip
     yield from _without(
         report, by_scaler, "bfloat16, which needs no GradScaler" if is_bf16 else "the optimizer's fused=True",
@@ -243,9 +254,10 @@ def batches_made_between(report: Report) -> Iterator[Proposal]:
     }
     if own:
         yield Proposal(
-            "", everything, f"the host runs {counted(len(own), 'op')} on tensors of its own, one after the other",
+            f"all that the host sends after {counted(len(own), 'op')} on tensors of its own", everything,
+            "the host runs them one after the other",
             "DataLoader(num_workers=...), whose processes make the next batch meanwhile",
-            priced(report, with_ops(trace, own)), where=modules_and_lines(report.kernels[:1]),
+            priced(report, with_ops(trace, own)), where=modules_and_lines_of(trace.ops[index] for index in own),
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from flopmeter.records import (
     Kernel,
     Matmul,
     MatmulWork,
+    Op,
     RecurrentWork,
     Switches,
     Timing,
@@ -95,14 +96,18 @@ def _peak(cost: Cost, device: Hardware, switches: Switches) -> Peak:
 
 
 def modules_and_lines(kernels: Iterable[Kernel]) -> str:
+    return modules_and_lines_of(kernel.op for kernel in kernels)
+
+
+def modules_and_lines_of(ops: Iterable[Op]) -> str:
     """Modules and source lines, the most frequent first; layers of one kind are one place."""
     modules: dict[str, int] = {}
     lines: dict[str, int] = {}
-    for kernel in kernels:
-        module = pattern(kernel.op.module)
+    for op in ops:
+        module = pattern(op.module)
         modules[module] = modules.get(module, 0) + 1
-        if kernel.op.source:
-            line = kernel.op.source.removeprefix(os.getcwd() + os.sep)
+        if op.source:
+            line = op.source.removeprefix(os.getcwd() + os.sep)
             lines[line] = lines.get(line, 0) + 1
     if lines and set(modules) == {OUTSIDE}:
         return _most(lines)

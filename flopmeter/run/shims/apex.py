@@ -34,6 +34,7 @@ class FusedAdam(torch.optim.Adam):
         if amsgrad or master_weights:
             raise NotImplementedError("flopmeter's shim of apex has no FusedAdam with amsgrad or master_weights")
         super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=adam_w_mode)
+        self._step_supports_amp_scaling = capturable  # else a GradScaler asks whether to step, and the host waits
         self._set_to_none = set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -47,6 +48,7 @@ class FusedSGD(torch.optim.SGD):
         for name in ("wd_after_momentum", "materialize_master_grads", "set_grad_none"):
             kwargs.pop(name, None)
         super().__init__(params, lr, *args, **kwargs, fused=True)
+        self._step_supports_amp_scaling = False
 
 
 class FusedLayerNorm(nn.LayerNorm):
