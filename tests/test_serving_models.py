@@ -280,6 +280,27 @@ def test_a_model_whose_attention_does_not_split_is_refused_by_the_name_of_what_e
         decoder(transformers.GPTNeoXConfig(**SMALL), ranks=2)
 
 
+def test_ranks_share_the_vocabulary_that_each_layer_has_of_its_own():
+    """Gemma 3n has a second table of embeddings, a third of its weights: [4000, layers x 64] here, 2000 rows a rank."""
+    config = transformers.Gemma3nTextConfig(
+        **SMALL, **WINDOWS, head_dim=32, num_kv_shared_layers=3, vocab_size_per_layer_input=4000,
+        hidden_size_per_layer_input=64, laurel_rank=4,
+    )  # fmt: skip
+    two = decoder(config, ranks=2)
+    assert layer_matrices(two, "embed_tokens_per_layer") == 2000 * 6 * 64
+
+
+@pytest.mark.parametrize("name", ["Whisper", "Bart", "T5"])
+def test_an_encoder_with_a_decoder_is_refused_for_what_it_is(name):
+    with pytest.raises(ServingError, match="is an encoder and a decoder"):
+        decoder(getattr(transformers, f"{name}Config")())
+
+
+@pytest.mark.parametrize(("picks", "said"), [(1, "picks 1 expert of"), (2, "picks 2 experts of")])
+def test_the_experts_that_a_token_picks_are_counted_in_words_that_agree(picks, said):
+    assert said in str(serving(llama4(num_local_experts=4, num_experts_per_tok=picks), [H100], prompt=64, output=2))
+
+
 def test_a_language_model_that_transformers_has_without_a_head_is_served_with_one():
     """Qwen2.5-VL's is Qwen2 with other rotations: as many weights, and a step of decoding takes as long."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}

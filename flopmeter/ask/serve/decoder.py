@@ -156,6 +156,11 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
     if cache not in get_args(CacheKind):
         raise ServingError(f"unknown cache {cache!r}; known: {', '.join(get_args(CacheKind))}")
     given = _config_of(target)
+    if getattr(given, "is_encoder_decoder", False):
+        raise ServingError(
+            f"{given.model_type} is an encoder and a decoder that reads what it makes, for which there is no step of a"
+            " server here: take a causal language model"
+        )
     config = _language_of(given)
     needed = ("num_hidden_layers", "hidden_size", "vocab_size")
     missing = [name for name in needed if name not in _by_layer(config) and not getattr(config, name, None)]
@@ -254,6 +259,7 @@ MOST_UNSPLIT = 0.05  # of a layer without its experts: small projections lie who
 MOST_COPIED = 1.5  # all ranks together may hold this many times the model: some hold the same norms and heads
 _SPLIT = (
     "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size",
+    "vocab_size_per_layer_input",
     "intermediate_size_mlp", "shared_intermediate_size", "shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size", "dense_intermediate_size", "prefix_dense_intermediate_size",
     "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads",
@@ -307,7 +313,7 @@ def _share(name: str, size: Any, ranks: int) -> Any:
         return max(1, size // ranks)
     if name in _FACTORS and size % ranks:
         return size / ranks
-    if size % ranks and name != "vocab_size":
+    if size % ranks and not name.startswith("vocab_size"):
         raise ServingError(f"{name} {size} cannot be split over {ranks} GPUs: take a divisor")
     return -(-size // ranks)
 
@@ -329,7 +335,7 @@ def _keep_width_of_heads(model: Any, whole: Any) -> None:
     came out wider: here they get their width back."""
     for own, all_of_it in zip(model.modules(), whole.modules(), strict=True):
         width, wide = getattr(all_of_it, "head_dim", None), getattr(own, "head_dim", None)
-        projections = [getattr(own, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        projections: list[Any] = [getattr(own, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
         if width == wide or not all(type(each) is nn.Linear for each in projections):
             continue
         derived = {name: value for name, value in vars(all_of_it).items() if isinstance(value, int | float)}
