@@ -225,6 +225,82 @@ def test_two_ranks_share_each_expert_of_llama_4():
     assert two.parameter_bytes == pytest.approx(one.parameter_bytes / 2, rel=0.01)
 
 
+def layer_matrices(own, part):
+    return sum(weight.numel() for name, weight in own.model.named_parameters() if part in name and weight.ndim > 1)
+
+
+WIDTHS_OF_THEIR_OWN = {
+    "dense layers between those of experts": lambda: transformers.Llama4TextConfig(
+        **SMALL, head_dim=32, num_local_experts=8, intermediate_size_mlp=1024, interleave_moe_layer_step=2
+    ),
+    "a shared expert": lambda: transformers.GraniteMoeSharedConfig(
+        **SMALL, num_local_experts=8, shared_intermediate_size=1024
+    ),
+    "a shared expert beside state spaces": lambda: transformers.NemotronHConfig(
+        **SMALL | {"num_hidden_layers": 3}, layers_block_type=["mamba", "moe", "attention"], head_dim=32,
+        mamba_num_heads=8, mamba_head_dim=64, n_groups=2, n_routed_experts=8, moe_intermediate_size=64,
+        moe_shared_expert_intermediate_size=1024, num_experts_per_tok=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"), [*zip(WIDTHS_OF_THEIR_OWN, (".feed_forward.", ".shared_mlp.", ".shared_experts."), strict=True)]
+)
+def test_ranks_share_mlps_whose_width_has_a_name_of_its_own(kind, part):
+    one, two = (decoder(WIDTHS_OF_THEIR_OWN[kind](), ranks) for ranks in (1, 2))
+    assert layer_matrices(two, part) == pytest.approx(layer_matrices(one, part) / 2, rel=0.01)
+
+
+def test_each_dense_layer_of_llama_4_adds_up_twice_as_one_of_experts_does():
+    assert decoder(WIDTHS_OF_THEIR_OWN["dense layers between those of experts"](), ranks=2).all_reduces == 2 * 6
+
+
+TWO_HEADS = SMALL | {"num_attention_heads": 2, "num_key_value_heads": 2, "rope_parameters": None}  # each 128 wide
+HEADS_OF_THEIR_OWN_WIDTH = {
+    "Qwen2-VL": lambda: transformers.Qwen2VLConfig(text_config=TWO_HEADS),
+    "Qwen2.5-VL": lambda: transformers.Qwen2_5_VLConfig(text_config=TWO_HEADS),
+    "StableLM": lambda: transformers.StableLmConfig(**SMALL),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS_OF_THEIR_OWN_WIDTH)
+def test_ranks_share_heads_whose_width_a_model_takes_from_its_own(kind):
+    """Half of the heads, each as wide as before: half of the weights and of the cache; a sum after attention too."""
+    config = HEADS_OF_THEIR_OWN_WIDTH[kind]()
+    one, two = (decoder(config, ranks) for ranks in (1, 2))
+    assert layer_matrices(two, ".self_attn.") == layer_matrices(one, ".self_attn.") / 2
+    assert two.kv_bytes(100, 2) == one.kv_bytes(100, 2) / 2
+    assert two.all_reduces == 2 * 6
+
+
+def test_a_model_whose_attention_does_not_split_is_refused_by_the_name_of_what_each_rank_would_keep():
+    """GPT-NeoX takes the width of a head from the hidden size: half of the heads would be twice as wide."""
+    with pytest.raises(ServingError, match=r"each would keep all of gpt_neox\.layers\.0\.attention"):
+        decoder(transformers.GPTNeoXConfig(**SMALL), ranks=2)
+
+
+def test_ranks_share_the_vocabulary_that_each_layer_has_of_its_own():
+    """Gemma 3n has a second table of embeddings, a third of its weights: [4000, layers x 64] here, 2000 rows a rank."""
+    config = transformers.Gemma3nTextConfig(
+        **SMALL, **WINDOWS, head_dim=32, num_kv_shared_layers=3, vocab_size_per_layer_input=4000,
+        hidden_size_per_layer_input=64, laurel_rank=4,
+    )  # fmt: skip
+    two = decoder(config, ranks=2)
+    assert layer_matrices(two, "embed_tokens_per_layer") == 2000 * 6 * 64
+
+
+@pytest.mark.parametrize("name", ["Whisper", "Bart", "T5"])
+def test_an_encoder_with_a_decoder_is_refused_for_what_it_is(name):
+    with pytest.raises(ServingError, match="is an encoder and a decoder"):
+        decoder(getattr(transformers, f"{name}Config")())
+
+
+@pytest.mark.parametrize(("picks", "said"), [(1, "picks 1 expert of"), (2, "picks 2 experts of")])
+def test_the_experts_that_a_token_picks_are_counted_in_words_that_agree(picks, said):
+    assert said in str(serving(llama4(num_local_experts=4, num_experts_per_tok=picks), [H100], prompt=64, output=2))
+
+
 def test_a_language_model_that_transformers_has_without_a_head_is_served_with_one():
     """Qwen2.5-VL's is Qwen2 with other rotations: as many weights, and a step of decoding takes as long."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}

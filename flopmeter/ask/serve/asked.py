@@ -113,7 +113,9 @@ def notes_of(
     if own.decoder.part_of:
         notes.append(f"the language model of {own.decoder.part_of} alone: what it has for images or sound is left out")
     if picks := getattr(own.decoder.config, "num_experts_per_tok", None):
-        notes.append(f"each token picks {picks} experts of a layer; assumed: routing={own.routing!r}")
+        notes.append(
+            f"each token picks {picks} expert{'s' if picks != 1 else ''} of a layer; assumed: routing={own.routing!r}"
+        )
     if states := own.decoder.state_bytes:
         notes.append(
             f"{with_prefix(states, 'B')} of a request's cache are states of linear attention, in fp32; none of their"

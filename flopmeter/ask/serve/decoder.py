@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flopmeter.ask.serve.cache import CacheKind, KeptLayer, ServingError, empty_cache, filled_cache, kept_in
 from flopmeter.ask.serve.engine import choose_tokens, pack
@@ -156,6 +156,11 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
     if cache not in get_args(CacheKind):
         raise ServingError(f"unknown cache {cache!r}; known: {', '.join(get_args(CacheKind))}")
     given = _config_of(target)
+    if getattr(given, "is_encoder_decoder", False):
+        raise ServingError(
+            f"{given.model_type} is an encoder and a decoder that reads what it makes, for which there is no step of a"
+            " server here: take a causal language model"
+        )
     config = _language_of(given)
     needed = ("num_hidden_layers", "hidden_size", "vocab_size")
     missing = [name for name in needed if name not in _by_layer(config) and not getattr(config, name, None)]
@@ -173,6 +178,12 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
         model = _built(share)
         whole = model if ranks == 1 else _built(_split(config, 1))
     own = Decoder(model, share, cache, ranks, part_of=given.model_type if config is not given else None)
+    if ranks > 1:
+        _keep_width_of_heads(model, whole)
+        if kept := _not_split(model, whole):
+            raise ServingError(
+                f"{own.title} cannot be split over {ranks} GPUs by its config: each would keep all of {kept}"
+            )
     if cache == "paged":
         pack(own.model)
         pick_experts(own.model)
@@ -244,10 +255,14 @@ def _built(config: Any) -> Any:
     return model if config.architectures else Headed(model)
 
 
+MOST_UNSPLIT = 0.05  # of a layer without its experts: small projections lie whole on each rank in engines too
 MOST_COPIED = 1.5  # all ranks together may hold this many times the model: some hold the same norms and heads
 _SPLIT = (
     "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size",
-    "shared_expert_intermediate_size", "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads",
+    "vocab_size_per_layer_input",
+    "intermediate_size_mlp", "shared_intermediate_size", "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size", "dense_intermediate_size", "prefix_dense_intermediate_size",
+    "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads",
     "num_heads", "mamba_n_heads", "mamba_num_heads", "mamba_n_groups", "n_groups", "mamba_d_ssm",
     "mamba_expand", "expand",
 )  # fmt: skip
@@ -298,7 +313,7 @@ def _share(name: str, size: Any, ranks: int) -> Any:
         return max(1, size // ranks)
     if name in _FACTORS and size % ranks:
         return size / ranks
-    if size % ranks and name != "vocab_size":
+    if size % ranks and not name.startswith("vocab_size"):
         raise ServingError(f"{name} {size} cannot be split over {ranks} GPUs: take a divisor")
     return -(-size // ranks)
 
@@ -312,12 +327,55 @@ def _in_layers(model: Any, config: Any) -> int:
     return sum(tensor.numel() for tensor in _distinct(model) if config.vocab_size not in tensor.shape)
 
 
+_BLOCK = re.compile(r".*?\.\d+\.[^.]+")  # the path of a block of a layer, at the start of a parameter's
+
+
+def _keep_width_of_heads(model: Any, whole: Any) -> None:
+    """In attention whose heads are as wide as the hidden size over their number, whatever the config says, fewer heads
+    came out wider: here they get their width back."""
+    for own, all_of_it in zip(model.modules(), whole.modules(), strict=True):
+        width, wide = getattr(all_of_it, "head_dim", None), getattr(own, "head_dim", None)
+        projections: list[Any] = [getattr(own, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        if width == wide or not all(type(each) is nn.Linear for each in projections):
+            continue
+        derived = {name: value for name, value in vars(all_of_it).items() if isinstance(value, int | float)}
+        vars(own).update({name: value for name, value in derived.items() if not name.startswith("num_")})
+        for layer in projections[:3]:
+            layer.out_features = layer.out_features * width // wide
+        projections[3].in_features = projections[3].in_features * width // wide
+        for layer in projections:
+            layer.weight = nn.Parameter(layer.weight.new_empty(layer.out_features, layer.in_features))
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(layer.bias.new_empty(layer.out_features))
+
+
+def _not_split(model: Any, whole: Any) -> str | None:
+    """The first block of a layer, such as its attention or its MLP, of which each rank keeps every matrix whole."""
+    blocks: dict[str, list[tuple[int, bool]]] = {}
+    for (name, own), all_of_it in zip(model.named_parameters(), whole.parameters(), strict=True):
+        if own.ndim == 2 and (match := _BLOCK.match(name)):
+            blocks.setdefault(match.group(), []).append((own.numel(), own.shape == all_of_it.shape))
+    layers: dict[str, int] = {}
+    for block, matrices in blocks.items():
+        layer = block.rpartition(".")[0]
+        layers[layer] = layers.get(layer, 0) + sum(size for size, _ in matrices)
+    for block, matrices in blocks.items():
+        size = sum(size for size, _ in matrices)
+        if (
+            len(matrices) > 1
+            and all(is_whole for _, is_whole in matrices)
+            and size > MOST_UNSPLIT * layers[block.rpartition(".")[0]]
+        ):
+            return block
+    return None
+
+
 def _sums(model: Any, whole: Any) -> int:
     """How many blocks of layers give each rank a part of a sum: those with weights whose columns the ranks share, such
     as attention and MLP."""
     pairs = zip(model.named_parameters(), whole.parameters(), strict=True)
     shared = (name for (name, own), all_of_it in pairs if own.ndim > 1 and own.shape[-1] < all_of_it.shape[-1])
-    return len({match.group() for name in shared if (match := re.match(r".*?\.\d+\.[^.]+", name))})
+    return len({match.group() for name in shared if (match := _BLOCK.match(name))})
 
 
 @contextlib.contextmanager
