@@ -1132,7 +1132,9 @@ def test_compiling_is_told_with_torch_func_where_gradients_of_gradients_are_take
     assert ("torch.func.grad" in told[0]) == is_double
     if is_double:
         model, x = model.to_empty(device="cpu"), torch.zeros(16, 64)
-        compiled = torch.compile(lambda x: _square(torch.func.grad(lambda x: _square(model(x)))(x)), backend="aot_eager")
+        compiled = torch.compile(
+            lambda x: _square(torch.func.grad(lambda x: _square(model(x)))(x)), backend="aot_eager"
+        )
         compiled(x).backward()
         compiled = torch.compile(model, backend="aot_eager")
         (slope,) = torch.autograd.grad(_square(compiled(x.requires_grad_())), x, create_graph=True)
@@ -1190,7 +1192,9 @@ def test_batches_that_the_host_makes_op_by_op_are_told_where_they_are_made():
         for _ in range(4):
             model(torch.empty(8, 64, device="meta"))
     (told,) = (each for each in meter.report().advice if each.remedy.startswith("DataLoader(num_workers"))
-    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# of the batch"))
+    line = next(
+        n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# of the batch")
+    )
     assert told.where.endswith(f"test_advice.py:{line}")
     assert told.what.startswith("all that the host sends after 200 ops on tensors of its own")
 

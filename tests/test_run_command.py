@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from flopmeter.cli import main
 
@@ -359,3 +360,26 @@ def test_the_package_of_websocket_has_another_name(script, capsys, monkeypatch):
     monkeypatch.setattr("flopmeter.run.script._is_there", lambda name: False)
     assert main(["run", script("raise ModuleNotFoundError('', name='websocket')")]) == 1
     assert "(pip install websocket-client)" in capsys.readouterr().err
+
+
+def test_a_package_that_is_older_than_torch_is_named_and_not_the_script(script, tmp_path, capsys, monkeypatch):
+    (tmp_path / "site-packages" / "quantizes_nowhere").mkdir(parents=True)
+    package = tmp_path / "site-packages" / "quantizes_nowhere" / "__init__.py"
+    package.write_text("from torch._six import inf\n")
+    monkeypatch.syspath_prepend(str(package.parents[1]))
+    assert main(["run", script("import quantizes_nowhere")]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.endswith(f"quantizes_nowhere wants another torch than {torch.__version__}: install one that fits it")
+
+
+def test_a_module_below_src_of_the_checkout_is_found(script, tmp_path, capsys, monkeypatch):
+    (tmp_path / "src" / "series_nowhere").mkdir(parents=True)
+    (tmp_path / "src" / "series_nowhere" / "__init__.py").write_text("")
+    (tmp_path / "scripts" / "training").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "scripts" / "training")
+    (tmp_path / "scripts" / "training" / "train.py").write_text("import series_nowhere")
+    assert main(["run", "train.py"]) == 1
+    assert (
+        "series_nowhere is in ../../src, above the script: PYTHONPATH=../../src flopmeter run"
+        in capsys.readouterr().err
+    )

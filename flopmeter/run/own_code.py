@@ -79,7 +79,7 @@ def _file_of(module: ModuleType) -> str:
 
 
 def _names_of(module: Any) -> dict[str, Any]:
-    """What it has by now. Asked for another name, a module may import what the program has put off, or cannot import."""
+    """What it has by now. Asked for another name, a module may import what the program puts off, or cannot import."""
     return vars(module) if isinstance(module, ModuleType) else {}
 
 

@@ -23,6 +23,7 @@ from flopmeter.distributed.errors import WorldError
 from flopmeter.known_values import DataDependentError
 from flopmeter.known_values.messages import NotSentYet
 from flopmeter.run.device import OtherDeviceError
+from flopmeter.run.own_code import is_own
 from flopmeter.run.session import ScriptSession
 from flopmeter.run.shims import SHIMS
 from flopmeter.run.steps import StepsDone
@@ -249,11 +250,21 @@ def _about_import(error: ImportError, script: Script) -> str:
         return f"{name} is in this folder, not in the script's: PYTHONPATH=. flopmeter run ..., or run it with -m"
     if name in sys.stdlib_module_names:
         return f"it comes with a newer Python than this one ({sys.version_info.major}.{sys.version_info.minor})"
+    if name == "torch" and (package := _importing_package(error)):
+        return f"{package} wants another torch than {torch.__version__}: install one that fits it"
     if name == "torch":
         return "the script wants another torch than this one: change that import as torch's release notes say"
     if "shared object" in str(error) or "undefined symbol" in str(error):
         return "it is compiled for another build of torch: uninstall it, or install the one for the CPU"
     return f"this version of {name or 'the package'} does not have it: install the version that the script wants"
+
+
+def _importing_package(error: ImportError) -> str:
+    """The installed package whose import failed; '' if it is the script's own."""
+    frames = (frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__))
+    names = [(each.get("__name__", ""), each.get("__file__") or "") for each in frames]
+    name, file = next((each for each in reversed(names) if not each[0].startswith("importlib")), ("", ""))
+    return "" if is_own(name, file) else name.partition(".")[0]
 
 
 def _compiled_by(script: Script, module: str) -> str:
@@ -270,7 +281,8 @@ def _compiled_by(script: Script, module: str) -> str:
 def _folder_above(script: Script, module: str) -> str:
     """The folder of a checkout that has the module, as seen from here; '' if there is none."""
     above = [] if script.is_module else list(Path(script.target).resolve().parents[1 : 1 + MOST_FOLDERS_ABOVE])
-    has_it = (each for each in above if (each / f"{module}.py").is_file() or any((each / module).glob("*.py")))
+    folders = (folder for each in above for folder in (each, each / "src"))
+    has_it = (each for each in folders if (each / f"{module}.py").is_file() or any((each / module).glob("*.py")))
     return next(map(os.path.relpath, has_it), "")
 
 

@@ -230,8 +230,8 @@ def _place(file: Any) -> str | int:
 
 
 def _hub() -> Any:
-    """huggingface_hub, which imports its functions when they are asked for. None if what it needs itself is missing, too:
-    the program may not use it."""
+    """huggingface_hub, which imports its functions when they are asked for. None, too, if what it needs itself is
+    missing: the program may not use it."""
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         return hub if hub.hf_hub_download else None

@@ -25,8 +25,8 @@ def grown_in(trace: Trace, part: range) -> set[int]:
 
 
 def differentiates_gradients(trace: Trace) -> bool:
-    """Whether a backward pass goes through an earlier one, as after autograd.grad(create_graph=True): it reads what that
-    one made, other than gradients to which it adds."""
+    """Whether a backward pass goes through an earlier one, as after autograd.grad(create_graph=True): it reads what
+    that one made, other than gradients to which it adds."""
     earlier = set[int]()  # ops
     for part in backward_passes(trace):
         if any(trace.storages[number].born in earlier for number in read_in(trace, part) - grown_in(trace, part)):

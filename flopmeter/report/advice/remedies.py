@@ -26,7 +26,14 @@ from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.passes import differentiates_gradients
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
 from flopmeter.report.advice.sent import values_read
-from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, modules_and_lines_of, odd_width, timed
+from flopmeter.report.advice.spots import (
+    alignment_of,
+    matmuls_of,
+    modules_and_lines,
+    modules_and_lines_of,
+    odd_width,
+    timed,
+)
 from flopmeter.report.quantities import counted, percent_of, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN
@@ -110,7 +117,9 @@ def with_other_ops(
 
 # What is compiled has one backward pass: going through it again is an error (torch/_functorch/_aot_autograd/
 # runtime_wrappers.py), while transforms of torch.func are traced into the forward graph.
-_IN_ONE_PASS = "with the inner gradients by torch.func.grad in what it compiles: through those of autograd.grad it raises"
+_IN_ONE_PASS = (
+    "with the inner gradients by torch.func.grad in what it compiles: through those of autograd.grad it raises"
+)
 
 _WORTH_MORE_TROUBLE = 1.03  # a less simple way has to be faster by this factor
 
