@@ -36,6 +36,7 @@ def test_a_difference_has_each_total_in_its_unit_and_its_growth() -> None:
     assert totals["seconds"].growth == pytest.approx(0.25)
     assert (totals["flops"].unit, totals["flops"].before, totals["flops"].growth) == ("GFLOP", 4.0, 0.0)
     assert totals["peak_memory_bytes"].growth == -0.5
+    assert totals.keys() == TOTALS.keys() >= {"flops", "model_flops", "executed_flops", "kernel_seconds"}
     assert {change.unit for name, change in totals.items() if "flops" in name} == {"GFLOP"}
     assert {change.unit for name, change in totals.items() if "bytes" in name} == {"GB"}
     assert {change.unit for name, change in totals.items() if "seconds" in name} == {"ms"}

@@ -180,6 +180,7 @@ def test_five_lines_are_shown_and_advice_comes_before_hot_spots():
     ("floors", "facts", "said"),
     [
         (3, {}, "memory-bound but above that of the device: no change"),
+        (3, {"regime": "compute"}, "compute-bound but above that of the device: no change"),
         (7, {}, "near its floor, its bytes at the datasheet's bandwidth: no change"),
         (7, {"regime": "compute"}, "near its floor, its FLOPs at the datasheet's peak: no change"),
         (3, {"regime": "overhead"}, "near its floor, the launches of its kernels: no change"),
@@ -234,6 +235,8 @@ def test_an_op_is_explained_with_its_types_shapes_and_what_it_is():
     sums = 4 * 8 * 16 * 512  # of each row, in fp32, for a backward pass
     seeds = 2 * 8  # of dropout: a seed and an offset
     assert f"{2 * 8 * 16 * 512 * 64 + sums + seeds:,} written" in explain("_scaled_dot_product_efficient_attention")
+    assert "integer operations, for where each element lies" in explain("roll")
+    assert "integer operations" not in explain("mm")
     assert "launches nothing" in explain("aten.t")
     assert "a view by its schema" in explain("aten.select.int")
     assert "a composite: PyTorch runs other ops" in explain("aten.linear")
