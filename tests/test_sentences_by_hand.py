@@ -7,7 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from flopmeter import FlopMeter
 from flopmeter.cli.explain import explain
 from flopmeter.cli.progress import Progress
 from flopmeter.records import CompiledGraph, CompiledKernel, GraphBreak, Origin, Region
@@ -94,6 +97,14 @@ def test_what_ran_names_six_inputs_and_counts_those_alike_and_the_rest():
     assert "inputs: none · 2 steps of an optimizer · torch 2" in few.line
     assert (ran.flat()["inputs"], ran.flat()["versions"]) == ("; ".join(inputs), "torch 2; profile abc")
     assert ran.as_dict()["inputs"] == list(inputs)
+
+
+def test_inputs_are_the_tensors_of_data_in_order_and_no_weights():
+    layer = nn.Linear(4, 4, device="meta")
+    x, y = torch.empty(8, 4, device="meta"), torch.empty(8, 4, dtype=torch.float64, device="meta")
+    with FlopMeter("t4") as meter:
+        layer(x) + y + x
+    assert meter.report().ran.inputs == ("float32 [8, 4]", "float64 [8, 4]")
 
 
 def test_a_step_is_what_an_optimizer_does_after_a_backward_pass_in_however_many_ops():
