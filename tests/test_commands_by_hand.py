@@ -89,6 +89,12 @@ def test_a_file_that_holds_something_else_or_is_not_there_is_one_error(
         read_report(str(path))
 
 
+def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(AFTER, ensure_ascii=False), encoding="utf-8")
+    assert read_report(str(path)) == AFTER
+
+
 def test_a_report_that_does_not_say_what_ran_is_compared_too() -> None:
     before = {name: value for name, value in BEFORE.items() if name != "ran"}
     assert difference(before, BEFORE).notes == ("program: None before, a.py after", "inputs: None before, x after")
