@@ -36,6 +36,7 @@ def test_a_difference_has_each_total_in_its_unit_and_its_growth() -> None:
     assert totals["seconds"].growth == pytest.approx(0.25)
     assert (totals["flops"].unit, totals["flops"].before, totals["flops"].growth) == ("GFLOP", 4.0, 0.0)
     assert totals["peak_memory_bytes"].growth == -0.5
+    assert totals.keys() == TOTALS.keys() >= {"flops", "model_flops", "executed_flops", "kernel_seconds"}
     assert {change.unit for name, change in totals.items() if "flops" in name} == {"GFLOP"}
     assert {change.unit for name, change in totals.items() if "bytes" in name} == {"GB"}
     assert {change.unit for name, change in totals.items() if "seconds" in name} == {"ms"}
@@ -86,6 +87,12 @@ def test_a_file_that_holds_something_else_or_is_not_there_is_one_error(
         path.write_text(text)
     with pytest.raises(ReportFileError, match=message):
         read_report(str(path))
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(AFTER, ensure_ascii=False), encoding="utf-8")
+    assert read_report(str(path)) == AFTER
 
 
 def test_a_report_that_does_not_say_what_ran_is_compared_too() -> None:

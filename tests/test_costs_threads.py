@@ -6,7 +6,13 @@ import pytest
 import torch
 from costs_support import calls_of, costs_in, meta
 
-from flopmeter.costs.data_movement.concatenation import _kernel
+from flopmeter.costs.data_movement.concatenation import (
+    LONG_BLOCKS_PER_SM,
+    LONG_THREADS,
+    SINGLE_BLOCKS_PER_SM,
+    SINGLE_THREADS,
+    _kernel,
+)
 from flopmeter.costs.fused import walk_of
 from flopmeter.records import ThreadGrid, VectorWork
 
@@ -30,6 +36,18 @@ def test_parts_of_odd_length_are_loaded_16_bytes_at_a_time_8_of_two_byte_element
     kernel = _kernel(call.inputs, 1)
     assert kernel is not None
     assert kernel.at_a_time == elements
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_by_one"), [(torch.uint8, True), (torch.float32, False), (torch.complex128, True)]
+)
+def test_in_channels_last_elements_of_16_bytes_have_the_kernel_of_single_ones(dtype, is_by_one):
+    images = [meta(2, 4, 3, 3, dtype=dtype).to(memory_format=torch.channels_last) for _ in range(2)]
+    *_, call = calls_of(lambda: torch.cat(images, 1))
+    kernel = _kernel(call.inputs, 1)
+    assert kernel is not None
+    by_one, others = (1, SINGLE_THREADS, SINGLE_BLOCKS_PER_SM), (4, LONG_THREADS, LONG_BLOCKS_PER_SM)
+    assert kernel[:3] == (by_one if is_by_one else others)
 
 
 @pytest.mark.parametrize(("dim", "elements"), [(0, 8), (1, 4)])

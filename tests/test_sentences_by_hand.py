@@ -7,13 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from flopmeter import FlopMeter
 from flopmeter.cli.explain import explain
 from flopmeter.cli.progress import Progress
 from flopmeter.records import CompiledGraph, CompiledKernel, GraphBreak, Origin, Region
 from flopmeter.report.compilation import explained, in_short
-from flopmeter.report.ran import Ran, _started_as
-from flopmeter.report.winning import cautions, where_to_win
+from flopmeter.report.ran import Ran, _started_as, _steps
+from flopmeter.report.winning import cautions, in_lines, where_to_win
 from flopmeter.report.wins import WAITS, WHOLE, Advice, HotSpot
 
 
@@ -96,6 +99,29 @@ def test_what_ran_names_six_inputs_and_counts_those_alike_and_the_rest():
     assert ran.as_dict()["inputs"] == list(inputs)
 
 
+def test_inputs_are_the_tensors_of_data_in_order_and_no_weights():
+    layer = nn.Linear(4, 4, device="meta")
+    x, y = torch.empty(8, 4, device="meta"), torch.empty(8, 4, dtype=torch.float64, device="meta")
+    with FlopMeter("t4") as meter:
+        layer(x) + y + x
+    assert meter.report().ran.inputs == ("float32 [8, 4]", "float64 [8, 4]")
+
+
+def test_a_step_is_what_an_optimizer_does_after_a_backward_pass_in_however_many_ops():
+    phases = [
+        "forward",
+        "backward",
+        "backward",
+        "optimizer",
+        "optimizer",
+        "forward",
+        "optimizer",
+        "backward",
+        "optimizer",
+    ]
+    assert _steps(SimpleNamespace(ops=[SimpleNamespace(phase=each) for each in phases])) == 2  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -149,10 +175,23 @@ def test_a_hot_spot_is_told_if_no_advice_is_about_it_and_it_takes_enough():
     assert [line.partition(",")[0] for line in alone.rest] == ["sum in b", "sum in d"]
 
 
+def test_five_lines_are_shown_and_advice_comes_before_hot_spots():
+    found = [advice(f"m{number}", 4.0, 2.0) for number in range(7)]
+    spots = [spot(f"s{number}", 2.0, f"sum s{number}") for number in range(7)]
+    for count in (0, 2, 7):
+        shown = where_to_win(report(spots, found[:count]))
+        assert shown is not None
+        assert (len(shown.advice), len(shown.rest)) == (min(count, 5), 5 - min(count, 5))
+    lines = in_lines(where_to_win(report(spots[:1], found[:2])))
+    assert [line.strip().partition(" ")[0] for line in lines] == ["where", "1.", "mm", "2.", "mm", "furthest", "-"]
+    assert in_lines(None) == []
+
+
 @pytest.mark.parametrize(
     ("floors", "facts", "said"),
     [
         (3, {}, "memory-bound but above that of the device: no change"),
+        (3, {"regime": "compute"}, "compute-bound but above that of the device: no change"),
         (7, {}, "near its floor, its bytes at the datasheet's bandwidth: no change"),
         (7, {"regime": "compute"}, "near its floor, its FLOPs at the datasheet's peak: no change"),
         (3, {"regime": "overhead"}, "near its floor, the launches of its kernels: no change"),
@@ -203,6 +242,12 @@ def test_an_op_is_explained_by_an_example_with_the_figures_by_hand(op):
 def test_an_op_is_explained_with_its_types_shapes_and_what_it_is():
     assert "  mm([256, 256] float16, [256, 256] float16) -> [256, 256]\n" in explain("mm")
     assert "embedding([32000, 1024] float16, [8, 128] int64) -> [8, 128, 1024]" in explain("embedding")
+    assert "stack([256, 256] float16, [256, 256] float16) -> [2, 256, 256]" in explain("stack")
+    sums = 4 * 8 * 16 * 512  # of each row, in fp32, for a backward pass
+    seeds = 2 * 8  # of dropout: a seed and an offset
+    assert f"{2 * 8 * 16 * 512 * 64 + sums + seeds:,} written" in explain("_scaled_dot_product_efficient_attention")
+    assert "integer operations, for where each element lies" in explain("roll")
+    assert "integer operations" not in explain("mm")
     assert "launches nothing" in explain("aten.t")
     assert "a view by its schema" in explain("aten.select.int")
     assert "a composite: PyTorch runs other ops" in explain("aten.linear")
