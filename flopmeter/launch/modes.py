@@ -179,8 +179,8 @@ def _calls_joined(kernels: list[Kernel]) -> dict[int, int]:
     them, each of which reads what the calls before have made (another batch does not)."""
     made, read = defaultdict[int | None, set[int]](set), defaultdict[int | None, set[int]](set)
     for op in (kernel.op for kernel in kernels):
-        read[op.graph].update(op.storages[spec.storage] for spec in op.call.inputs)
-        made[op.graph].update(op.storages[spec.storage] for spec in op.call.outputs)
+        read[op.graph].update(op.reads)
+        made[op.graph].update(op.makes)
     joined: dict[int, int] = {}
     previous: Op | None = None
     of_run: set[int] = set()

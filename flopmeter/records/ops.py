@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 from flopmeter.records.bodies import FlexBody, TritonBody
 from flopmeter.records.compiled import CompiledKernel
@@ -82,6 +82,21 @@ class Op(NamedTuple):
     def is_replayed(self) -> bool:
         """Whether a CUDA graph that the program captured ran it again: replays have regions below 0."""
         return self.region is not None and self.region < 0
+
+    @property
+    def packet(self) -> OpOverloadPacket:
+        """The operator, whichever of its overloads was called."""
+        return self.call.func.overloadpacket
+
+    @property
+    def reads(self) -> set[int]:
+        """The storages of its inputs."""
+        return {self.storages[spec.storage] for spec in self.call.inputs}
+
+    @property
+    def makes(self) -> set[int]:
+        """The storages of its results; those of a view, and of an op in place, are among those that it reads."""
+        return {self.storages[spec.storage] for spec in self.call.outputs}
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

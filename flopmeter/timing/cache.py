@@ -123,7 +123,7 @@ def _reads(kernel: Kernel) -> Sequence[tuple[int, _ByteRange, int]]:
         for spec in op.call.inputs:
             if 0 not in spec.shape and op.storages[spec.storage] not in made:
                 parts.setdefault(op.storages[spec.storage], []).append(_extent(spec))
-        made |= {op.storages[spec.storage] for spec in op.call.outputs} - parts.keys()
+        made |= op.makes - parts.keys()
     around = {storage: own[0] if len(set(own)) == 1 else _around(own) for storage, own in parts.items()}
     per_byte = kernel.cost.bytes_read / max(sum(part.nbytes for part in around.values()), 1)
     return [(storage, part, round(part.nbytes * per_byte)) for storage, part in around.items()]

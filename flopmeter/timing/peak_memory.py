@@ -251,14 +251,13 @@ class _Categories:
             variable = self._trace.storages[leaf]
             is_given = variable.born == BEFORE or not _computes(ops[variable.born], leaf)
             if place < steps and (variable.role == "parameters" or is_given):
-                gradients.update(ops[place].storages[spec.storage] for spec in ops[place].call.outputs)
+                gradients.update(ops[place].makes)
         return gradients
 
 
 def _computes(op: Op, storage: int) -> bool:
     """Whether the op made the storage from other storages."""
-    inputs, outputs = ({op.storages[spec.storage] for spec in specs} for specs in (op.call.inputs, op.call.outputs))
-    return bool(inputs) and storage in outputs - inputs
+    return bool(op.call.inputs) and storage in op.makes - op.reads
 
 
 def _is_alive_at_next(places: list[int], life: Life) -> bool:

@@ -211,16 +211,15 @@ class _PartsOfReport:
         """Storages that became gradients of parameters."""
         trace = self._report.memory.trace
         return {
-            trace.ops[place].storages[spec.storage]
+            made
             for place, leaf in trace.accumulations
             if trace.storages[leaf].role == "parameters"
-            for spec in trace.ops[place].call.outputs
+            for made in trace.ops[place].makes
         }
 
     def _makes_gradients(self, op: Op) -> bool:
         """Whether the op makes gradients of parameters and nothing else."""
-        made = {op.storages[spec.storage] for spec in op.call.outputs}
-        return op.phase == "backward" and bool(made) and made <= self._gradients
+        return op.phase == "backward" and bool(op.call.outputs) and op.makes <= self._gradients
 
     def _held_for_weights(self) -> dict[int, int]:
         """Of each part, the bytes made in the backward pass that gradients of parameters are made of."""
@@ -230,8 +229,7 @@ class _PartsOfReport:
         for op in trace.ops:
             part, _ = place(op.module, op.phase)
             if self._makes_gradients(op):
-                read = {op.storages[spec.storage] for spec in op.call.inputs}
-                made = (each for each in read - self._gradients if trace.storages[each].born >= first)
+                made = (each for each in op.reads - self._gradients if trace.storages[each].born >= first)
                 found.setdefault(part, set()).update(made)
         return {part: sum(trace.storages[each].nbytes for each in held) for part, held in found.items()}
 

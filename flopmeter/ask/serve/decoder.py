@@ -95,7 +95,7 @@ class Decoder:
         """Raises ServingError where a step is not that of a server."""
         if not any(layer.elements or layer.states for layer in kept):
             raise ServingError(f"{self.title} keeps nothing in the cache that it is given: it cannot be served")
-        has_kernel = any(kernel.op.call.func.overloadpacket is aten._flash_attention_forward for kernel in kernels)
+        has_kernel = any(kernel.op.packet is aten._flash_attention_forward for kernel in kernels)
         if self.cache == "paged" and any(layer.elements for layer in kept) and not has_kernel:
             raise ServingError(
                 f"transformers takes no other kernels for the attention of {self.title}, so that a paged cache cannot"
@@ -144,7 +144,7 @@ class Decoder:
 
 def _runs_all_experts(kernel: Kernel) -> bool:
     """Whether it multiplies by the weights of several experts, [experts, ...], whether a token picked them or not."""
-    return kernel.op.call.func.overloadpacket is aten.bmm and kernel.op.module.rpartition(".")[2] == "experts"
+    return kernel.op.packet is aten.bmm and kernel.op.module.rpartition(".")[2] == "experts"
 
 
 def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:

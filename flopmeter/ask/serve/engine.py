@@ -77,8 +77,7 @@ def with_newest_attention(kernels: Sequence[Kernel], device: Hardware) -> list[K
 
     return [
         kernel._replace(cost=replace(kernel.cost, work=in_pages(kernel.cost.work)))
-        if kernel.op.call.func.overloadpacket is aten._flash_attention_forward
-        and isinstance(kernel.cost.work, AttentionWork)
+        if kernel.op.packet is aten._flash_attention_forward and isinstance(kernel.cost.work, AttentionWork)
         else kernel
         for kernel in kernels
     ]
@@ -92,7 +91,7 @@ def with_one_sort(kernels: Sequence[Kernel]) -> list[Kernel]:
     for kernel in kernels:
         if kernel.op.module not in experts or _is_of_data(kernel):
             kept.append(kernel)
-        elif kernel.op.call.func.overloadpacket is aten.sort:
+        elif kernel.op.packet is aten.sort:
             kept = [*_with_one_choice(kept, kernel.op.module.rpartition(".")[0]), kernel]
     return kept
 
@@ -110,7 +109,7 @@ def _with_one_choice(kernels: list[Kernel], layer: str) -> list[Kernel]:
     if not start:
         return kernels
     scores = kernels[start - 1].op.call.outputs[0].numel
-    chosen = [kernel for kernel in kernels[start:] if kernel.op.call.func.overloadpacket is aten.topk]
+    chosen = [kernel for kernel in kernels[start:] if kernel.op.packet is aten.topk]
     return [
         *_with_scores_uncast(kernels[:start]),
         *(k for k in kernels[start:] if k in chosen[:1] or any(spec.numel > scores for spec in k.op.call.outputs)),
@@ -135,5 +134,4 @@ def _with_scores_uncast(kernels: list[Kernel]) -> list[Kernel]:
 
 def _is_cast(kernel: Kernel) -> bool:
     """To fp32."""
-    call = kernel.op.call
-    return call.func.overloadpacket is aten._to_copy and call.outputs[0].dtype is torch.float32
+    return kernel.op.packet is aten._to_copy and kernel.op.call.outputs[0].dtype is torch.float32

@@ -63,10 +63,9 @@ def tensors_of(kernels: list[Kernel], graphs: list[int | None]) -> dict[int, int
             for storage in op.storages:
                 users.setdefault(storage, set()).add(graph)
             if graph is not None:
-                read = {op.storages[spec.storage] for spec in op.call.inputs}
                 own = made.setdefault(graph, set())
-                taken.setdefault(graph, set()).update(read - own)
-                own.update({op.storages[spec.storage] for spec in op.call.outputs} - read)
+                taken.setdefault(graph, set()).update(op.reads - own)
+                own.update(op.makes - op.reads)
     return {
         graph: len(read) + sum(len(users[storage]) > 1 for storage in made[graph] - read)
         for graph, read in taken.items()

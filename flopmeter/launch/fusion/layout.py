@@ -93,7 +93,7 @@ def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kern
         if key not in costs:
             costs[key] = tuple(_converted(kernel, given))
         made += [kernel._replace(cost=cost) for cost in costs[key]]
-        written.update(kernel.op.storages[spec.storage] for spec in kernel.op.call.outputs)
+        written.update(kernel.op.makes)
     return made
 
 

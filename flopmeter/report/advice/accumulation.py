@@ -33,7 +33,7 @@ def sums_of_each_batch(report: Report) -> Iterator[Proposal]:
 def _summed(trace: Trace) -> Iterator[tuple[int, list[int]]]:
     """Buckets that are summed several times before a step of the optimizer, while gradients add up, with these ops."""
     sums: defaultdict[int, list[int]] = defaultdict(list)
-    adds = [each.op for each in trace.accumulations if trace.ops[each.op].call.func.overloadpacket is aten.add_]
+    adds = [each.op for each in trace.accumulations if trace.ops[each.op].packet is aten.add_]
     for index, op in enumerate(trace.ops):
         if op.phase == "optimizer":
             yield from (pair for pair in sums.items() if any(pair[1][0] < add < pair[1][-1] for add in adds))
@@ -49,7 +49,7 @@ def _early(trace: Trace, bucket: int, sums: list[int]) -> Iterator[int]:
     yield from early
     for index in range(_first_write(trace, bucket, sums[0]), sums[-1]):
         op = trace.ops[index]
-        if op.call.func.overloadpacket not in _MOVES or bucket not in op.storages:
+        if op.packet not in _MOVES or bucket not in op.storages:
             continue
         is_into = op.outputs[0].storage == bucket and not is_view(op)
         if not is_into or index < early[-1]:

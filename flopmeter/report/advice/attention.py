@@ -17,14 +17,7 @@ import torch
 
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.report.advice.fused_attention import (
-    Bias,
-    NoKernelError,
-    Operands,
-    backend_of,
-    dense,
-    fused,
-)
+from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of, dense, fused
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import are_in_torch, is_dense, with_ops, with_tensors
 from flopmeter.report.report import Report
@@ -88,7 +81,7 @@ _OF_TORCH = "need_weights=False in the calls of nn.MultiheadAttention, which the
 def _averaged_over_heads(trace: Trace, attention: _Materialised) -> set[int]:
     """Storages with the average of the heads' probabilities, which nn.MultiheadAttention gives beside its result."""
     ops = (trace.ops[index] for index in attention.ops)
-    means = (op for op in ops if op.call.func.overloadpacket is aten.mean and op.phase != "backward")
+    means = (op for op in ops if op.packet is aten.mean and op.phase != "backward")
     return {spec.storage for op in means for spec in op.outputs if spec.shape[-2:] == attention.softmax.shape[-2:]}
 
 
@@ -125,7 +118,7 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Material
     touched = {index for number in scores for index in uses[number] if not _is_view(ops[index])}
     if sum(_is_softmax(trace, uses, index) for index in touched) != 1:
         return None
-    products = [index for index in sorted(touched) if ops[index].call.func.overloadpacket in _PRODUCTS]
+    products = [index for index in sorted(touched) if ops[index].packet in _PRODUCTS]
     phase = ops[softmax].phase
     made = [index for index in products if ops[index].phase == phase and _writes(ops[index], scores)]
     taken = [index for index in products if ops[index].phase == phase and not _writes(ops[index], scores)]
@@ -135,7 +128,7 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Material
     dropped |= {place for index in (*made, *taken) for place in _reshapes_before(trace, index, dropped)}
     q, k = ops[made[0]].inputs[-2:]
     (v,) = (each for each in ops[taken[0]].inputs if each.storage not in scores)
-    operands = tuple(_before_copies(trace, uses, each, dropped) for each in (q, k, v))
+    operands = tuple(_before_copies(trace, each, dropped) for each in (q, k, v))
     assert len(operands) == 3
     backward = (ops[index] for index in products if ops[index].phase == "backward")
     gradients = {out.storage for op in backward for out in op.outputs} - scores
@@ -144,28 +137,19 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Material
     if gradient is not None:
         dropped -= {index for index in touched if _sums_bias_gradient(ops[index], spec)}
     return _Materialised(
-        dropped,
-        made[0],
-        taken[0],
-        spec,
-        operands,
-        gradients,
-        is_causal,
-        _dropout(trace, touched),
-        bias,
-        gradient,
+        dropped, made[0], taken[0], spec, operands, gradients, is_causal, _dropout(trace, touched), bias, gradient
     )
 
 
 def _is_softmax(trace: Trace, uses: dict[int, list[int]], index: int) -> bool:
     """Also one that is written out: the exponentials of scores, of which each row is added up."""
-    call = trace.ops[index].call
-    if call.func.overloadpacket is not aten.exp:
-        return call.func.overloadpacket in _SOFTMAX
-    out = trace.ops[index].outputs[0]
+    op = trace.ops[index]
+    if op.packet is not aten.exp:
+        return op.packet in _SOFTMAX
+    out = op.outputs[0]
     readers = (trace.ops[place] for place in uses[out.storage] if place > index)
-    sums = (op for op in readers if op.call.func.overloadpacket is aten.sum and op.phase == trace.ops[index].phase)
-    return any(op.inputs[0].shape == out.shape and op.outputs[0].shape == (*out.shape[:-1], 1) for op in sums)
+    sums = (each for each in readers if each.packet is aten.sum and each.phase == op.phase)
+    return any(each.inputs[0].shape == out.shape and each.outputs[0].shape == (*out.shape[:-1], 1) for each in sums)
 
 
 def _bias(
@@ -177,7 +161,7 @@ def _bias(
     added = (
         spec
         for op in ops
-        if op.phase != "backward" and op.call.func.overloadpacket in _ADDITIONS
+        if op.phase != "backward" and op.packet in _ADDITIONS
         for spec in op.inputs
         if spec.storage not in scores and len(spec.shape) >= 2 and spec.shape[-1] == square.shape[-1]
     )
@@ -188,7 +172,7 @@ def _bias(
 
 def _sums_bias_gradient(op: Op, square: TensorSpec) -> bool:
     """Whether it adds up what all sequences, or all heads, say of a bias that they share."""
-    if op.phase != "backward" or op.call.func.overloadpacket is not aten.sum:
+    if op.phase != "backward" or op.packet is not aten.sum:
         return False
     return op.inputs[0].shape[-2:] == op.outputs[0].shape[-2:] == square.shape[-2:]
 
@@ -201,7 +185,7 @@ def _of_scores(trace: Trace, uses: dict[int, list[int]], softmax: int) -> set[in
     while todo:
         for index in uses[todo.pop()]:
             op = trace.ops[index]
-            if op.call.func.overloadpacket in _PRODUCTS:
+            if op.packet in _PRODUCTS:
                 continue
             for spec in (*op.inputs, *op.outputs):
                 alike = spec.numel == square.numel and spec.shape[-2:] == square.shape[-2:] and is_dense(spec)
@@ -216,7 +200,8 @@ def _writes(op: Op, storages: set[int]) -> bool:
 
 
 def _is_view(op: Op) -> bool:
-    return bool(op.outputs) and {spec.storage for spec in op.outputs} <= {spec.storage for spec in op.inputs}
+    """Also an op in place."""
+    return bool(op.outputs) and op.makes <= op.reads
 
 
 def _copies_around(trace: Trace, uses: dict[int, list[int]], touched: set[int], scores: set[int]) -> set[int]:
@@ -224,7 +209,7 @@ def _copies_around(trace: Trace, uses: dict[int, list[int]], touched: set[int], 
     copies: set[int] = set()
     for index in touched:
         op = trace.ops[index]
-        if op.call.func.overloadpacket not in _PRODUCTS:
+        if op.packet not in _PRODUCTS:
             continue
         for spec in op.inputs:
             chain = _copies_before(trace, uses, spec.storage, touched | copies) if spec.storage not in scores else ()
@@ -238,7 +223,7 @@ def _copies_around(trace: Trace, uses: dict[int, list[int]], touched: set[int], 
 def _reshapes_before(trace: Trace, product: int, dropped: set[int]) -> Iterator[int]:
     """The views that torch.matmul makes of its operands before a product of batches."""
     index = product - 1
-    while index in dropped or trace.ops[index].call.func.overloadpacket in _RESHAPES:
+    while index in dropped or trace.ops[index].packet in _RESHAPES:
         yield index
         index -= 1
 
@@ -258,10 +243,10 @@ def _copies_before(trace: Trace, uses: dict[int, list[int]], storage: int, withi
 
 
 def _is_copy(op: Op) -> bool:
-    return op.call.func.overloadpacket in _COPIES and op.inputs[0].dtype == op.outputs[0].dtype
+    return op.packet in _COPIES and op.inputs[0].dtype == op.outputs[0].dtype
 
 
-def _before_copies(trace: Trace, uses: dict[int, list[int]], spec: TensorSpec, dropped: set[int]) -> TensorSpec:
+def _before_copies(trace: Trace, spec: TensorSpec, dropped: set[int]) -> TensorSpec:
     born = trace.storages[spec.storage].born
     while born in dropped and _is_copy(trace.ops[born]):
         spec = trace.ops[born].inputs[0]
@@ -294,16 +279,15 @@ def _compares_places(trace: Trace, uses: dict[int, list[int]], storage: int) -> 
         for op in (trace.ops[index] for index in uses[number]):
             if _is_view(op) or not _writes(op, {number}):
                 continue
-            kind = op.call.func.overloadpacket
-            compares |= kind in _TRIANGLES or (kind in _COMPARISONS and len(op.inputs) == 2)
-            todo += {spec.storage for spec in op.inputs} - known
-            known |= {spec.storage for spec in op.inputs}
+            compares |= op.packet in _TRIANGLES or (op.packet in _COMPARISONS and len(op.inputs) == 2)
+            todo += op.reads - known
+            known |= op.reads
     return compares
 
 
 def _dropout(trace: Trace, touched: set[int]) -> float:
-    calls = (trace.ops[index].call for index in touched)
-    return next((float(call.args[1]) for call in calls if call.func.overloadpacket is aten.native_dropout), 0.0)
+    ops = (trace.ops[index] for index in touched)
+    return next((float(op.call.args[1]) for op in ops if op.packet is aten.native_dropout), 0.0)
 
 
 def _makers_of_masks(trace: Trace, uses: dict[int, list[int]], dropped: set[int], put_in: dict[int, Op]) -> set[int]:

@@ -61,7 +61,7 @@ class _UnderAutocast:
         read = [spec for spec in dict.fromkeys(op.inputs) if spec.dtype == WIDE and spec.device != "cpu"]
         made = {spec.storage for spec in op.outputs if spec.dtype == WIDE} - {spec.storage for spec in read}
         was_narrow = self._tensor_was_narrow(op)
-        now = {spec.storage: self._type_read(policy, op, spec, was_narrow) for spec in read}
+        now = {spec.storage: self._type_read(policy, spec, was_narrow) for spec in read}
         place = {spec.storage: self._place_read(index, op, spec, now[spec.storage]) for spec in read}
         results = made & self._narrow_results(policy, op, read, was_narrow)
 
@@ -85,7 +85,7 @@ class _UnderAutocast:
         kept = [self._was_narrow[spec.storage] for spec in op.inputs if spec.storage in self._was_narrow]
         return any(kept) if kept and op.phase == "backward" else None
 
-    def _type_read(self, policy: Policy, op: Op, spec: TensorSpec, was_narrow: bool | None) -> torch.dtype:
+    def _type_read(self, policy: Policy, spec: TensorSpec, was_narrow: bool | None) -> torch.dtype:
         now = self.dtype if spec.storage in self._narrow else WIDE
         if policy in ("narrow", "wide"):
             return self.dtype if policy == "narrow" else WIDE
@@ -109,20 +109,18 @@ class _UnderAutocast:
         return place
 
     def _narrow_results(self, policy: Policy, op: Op, read: list[TensorSpec], was_narrow: bool | None) -> set[int]:
-        results = {spec.storage for spec in op.outputs}
         if policy == "follow":
             narrow = [spec for spec in read if spec.storage in self._narrow]
             if "batch_norm" in op.call.name and op.inputs[0] in narrow:  # its weights and sums stay in fp32
                 return {spec.storage for spec in op.outputs if spec.shape == op.inputs[0].shape}
             is_mixed = any(spec.shape and spec.storage not in self._narrow for spec in read)
-            return results if was_narrow or (narrow and not is_mixed) else set()
-        return results if policy == "narrow" else set()
+            return op.makes if was_narrow or (narrow and not is_mixed) else set()
+        return op.makes if policy == "narrow" else set()
 
     def _note(self, policy: Policy, op: Op, read: list[TensorSpec], results: set[int]) -> None:
         """What the backward pass has to know of an op of the forward pass."""
         is_narrow = bool(results) or (policy == "wide" and any(spec.storage in self._narrow for spec in read))
-        given = {spec.storage for spec in op.inputs}
-        self._was_narrow |= {spec.storage: is_narrow for spec in op.outputs if spec.storage not in given}
+        self._was_narrow |= {spec.storage: is_narrow for spec in op.outputs if spec.storage not in op.reads}
         weights = {spec.storage for spec in read if self._is_weight(spec.storage)}
         if policy == "narrow" and any(spec.storage not in self._narrow | weights for spec in read):
             self._of_wide_input |= weights

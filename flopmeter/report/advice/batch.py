@@ -116,7 +116,7 @@ def _items(spec: TensorSpec) -> int | None:
 def _holds_items(op: Op, out: TensorSpec, grows: set[int], weights: set[tuple[int, ...]]) -> bool:
     """Whether the op's result has something for each item. A matmul of two tensors of items sums over the items: it is
     a gradient of weights. So is the result of another op of the backward pass that has the shape of weights."""
-    if op.call.func.overloadpacket in _PRODUCTS:
+    if op.packet in _PRODUCTS:
         return not all(spec.storage in grows for spec in op.inputs[-2:])
     if not out.shape or out.numel == 1:
         return False

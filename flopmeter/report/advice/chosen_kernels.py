@@ -19,10 +19,9 @@ def with_chosen_kernels(trace: Trace, device: Hardware) -> Trace:
     """Attention that ran on the kernel that takes any type, and batch norms that ran on cuDNN's."""
     put_in = {}
     for index, op in enumerate(trace.ops):
-        packet = op.call.func.overloadpacket
-        if packet in _ATTENTION:
-            chosen = _attention(op, _ATTENTION[packet], device)
-        elif packet in (aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward):
+        if op.packet in _ATTENTION:
+            chosen = _attention(op, _ATTENTION[op.packet], device)
+        elif op.packet in (aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward):
             chosen = _batch_norm(op)
         else:
             continue
@@ -51,7 +50,7 @@ def _batch_norm(op: Op) -> Op | None:
     tensor, weight = call.argument("input"), call.argument("weight")
     if torch.bfloat16 not in (tensor.dtype, weight.dtype) and (tensor.dtype, weight.dtype) != (torch.float16,) * 2:
         return None
-    if call.func.overloadpacket is aten.cudnn_batch_norm:
+    if op.packet is aten.cudnn_batch_norm:
         new = dataclasses.replace(call, func=aten_overloads.native_batch_norm.default, outputs=call.outputs[:3])
         return op._replace(call=new)
     names = ("grad_output", "input", "weight", "running_mean", "running_var", "save_mean", "save_var")

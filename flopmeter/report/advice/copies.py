@@ -70,10 +70,10 @@ def _walked(trace: Trace, device: Hardware, wanted: set[int]) -> _ReadThrough:
 def _views_around(trace: Trace, index: int) -> Iterator[int]:
     """What is made of a tensor only for heads to be repeated, or to be summed in the backward pass."""
     before = index - 1
-    while trace.ops[before].call.func.overloadpacket in _REPEAT:
+    while trace.ops[before].packet in _REPEAT:
         yield before
         before -= 1
-    if trace.ops[index + 1].call.func.overloadpacket in _REPEAT:
+    if trace.ops[index + 1].packet in _REPEAT:
         yield index + 1
 
 
@@ -83,7 +83,7 @@ def _repeats(spec: TensorSpec) -> bool:
 
 def _is_free_to_go(trace: Trace, op: Op) -> bool:
     """Whether it is a copy within the device, in one type, of what is not written to."""
-    if op.call.func.overloadpacket is not aten.clone or not op.inputs[0].is_strided or not is_dense(op.outputs[0]):
+    if op.packet is not aten.clone or not op.inputs[0].is_strided or not is_dense(op.outputs[0]):
         return False
     return trace.storages[op.outputs[0].storage].role is None
 
@@ -175,7 +175,6 @@ class _ReadThrough:
 
     def _follow(self, index: int, op: Op, copy: int) -> bool:
         """Have an op read where its operands lie now. False if it cannot."""
-        kind = op.call.func.overloadpacket
         if op.call.name.startswith(_ATTENTION):
             return self._attend(index, op, copy)
         if is_view(op):
@@ -184,12 +183,12 @@ class _ReadThrough:
         if None in now.values():
             return False
         read = [now.get(spec) or spec for spec in op.inputs]
-        if kind in _COPIES and op.outputs[0].dtype == read[-1].dtype and _lies_alike(read[-1], op.outputs[0]):
-            if kind is aten.clone:
+        if op.packet in _COPIES and op.outputs[0].dtype == read[-1].dtype and _lies_alike(read[-1], op.outputs[0]):
+            if op.packet is aten.clone:
                 self._leave_out(index, op.outputs[0], read[-1], copy)
             self.dropped.add(index)
             return True
-        if kind is aten.sum and read[0].distinct_elements == op.outputs[0].numel:  # over heads that are one
+        if op.packet is aten.sum and read[0].distinct_elements == op.outputs[0].numel:  # over heads that are one
             self.repeats.add(index)
             self._leave_out(index, op.outputs[0], _first_of_each(read[0], op.outputs[0]), copy)
             return True
@@ -233,9 +232,9 @@ class _ReadThrough:
 
 def takes(op: Op, spec: TensorSpec) -> bool:
     """Whether the op reads a tensor with these steps where it is."""
-    if (kind := op.call.func.overloadpacket) in _PRODUCTS:
+    if op.packet in _PRODUCTS:
         return 1 in spec.stride[-2:]
-    return kind in (*_COPIES, aten.cat, aten.sum) or torch.Tag.pointwise in op.call.func.tags
+    return op.packet in (*_COPIES, aten.cat, aten.sum) or torch.Tag.pointwise in op.call.func.tags
 
 
 def _lies_alike(one: TensorSpec, other: TensorSpec) -> bool:

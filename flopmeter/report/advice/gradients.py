@@ -17,7 +17,7 @@ def filled_gradients(report: Report) -> Iterator[Proposal]:
     """Gradients that are filled with zeros, to which the backward pass then adds."""
     trace = trace_of(report)
     fills = {index for index, op in enumerate(trace.ops) if fills_gradients(trace, op)}
-    takes = _taken(trace, {spec.storage for index in fills for spec in trace.ops[index].inputs}, fills)
+    takes = _taken(trace, set().union(*(trace.ops[index].reads for index in fills)), fills)
     if takes and report.cluster is None:
         yield with_other_ops(
             report, "they are filled with zeros, then read and added to",
@@ -31,7 +31,7 @@ def _taken(trace: Trace, left: set[int], dropped: set[int]) -> dict[int, Op]:
     takes = {}
     for each in trace.accumulations:
         op = trace.ops[each.op]
-        if each.op not in dropped and op.call.func.overloadpacket is aten.add_ and op.inputs[0].storage in left:
+        if each.op not in dropped and op.packet is aten.add_ and op.inputs[0].storage in left:
             takes[each.op] = _takes(op)
             left = left - {op.inputs[0].storage}
     return takes
@@ -45,7 +45,7 @@ def _takes(add: Op) -> Op:
 
 def fills_gradients(trace: Trace, op: Op) -> bool:
     """Whether it writes zeros into gradients before a backward pass."""
-    if op.call.func.overloadpacket not in (aten.zero_, aten._foreach_zero_) or op.phase == "backward":
+    if op.packet not in (aten.zero_, aten._foreach_zero_) or op.phase == "backward":
         return False
     return all(trace.storages[spec.storage].role == "gradients" for spec in op.inputs)
 
@@ -99,11 +99,11 @@ def _activations(trace: Trace) -> set[int]:
     of_weights = {number for number, storage in enumerate(trace.storages) if storage.role == "parameters"}
     of_both = set[int]()
     for op in (op for op in trace.ops if op.phase == "forward"):
-        read = {spec.storage for spec in op.inputs}
+        read = op.reads
         if read & of_both or (read & of_weights and read - of_weights):
-            of_both.update(spec.storage for spec in op.outputs)
+            of_both.update(op.makes)
         elif read & of_weights:
-            of_weights.update(spec.storage for spec in op.outputs)
+            of_weights.update(op.makes)
     return of_both - of_weights
 
 

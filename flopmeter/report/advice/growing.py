@@ -46,7 +46,7 @@ def _chains(trace: Trace) -> list[list[int]]:
     ends: dict[int, list[int]] = {}  # by storage of what there is so far
     found: list[list[int]] = []
     for index, op in enumerate(trace.ops):
-        if op.call.func.overloadpacket is not aten.cat or len(op.inputs) != 2:
+        if op.packet is not aten.cat or len(op.inputs) != 2:
             continue
         before, out = op.inputs[0], op.outputs[0]
         chain = ends.pop(before.storage, None)
@@ -71,7 +71,7 @@ def _needed(trace: Trace, places: dict[int, Whereabouts]) -> set[int]:
     """Storages whose readers want them as they are."""
     found = set[int]()
     for op in trace.ops:
-        if is_view(op) or op.call.func.overloadpacket is aten.cat:
+        if is_view(op) or op.packet is aten.cat:
             continue
         for spec in op.inputs:
             if (place := places.get(spec.storage)) is None:

@@ -41,7 +41,7 @@ def channels_last(report: Report) -> Iterator[Proposal]:
     turns = defaultdict[int, list[Op]](list)
     for index, spec in _given(trace, images):
         turns[index].append(_turn(trace.ops[index], spec, turned(spec, spec.shape)))
-    for index, spec in _viewed(trace, shapes, images):
+    for index, spec in _viewed(trace, images):
         turns[index].append(_turn(trace.ops[index], turned(spec, spec.shape), spec, torch.contiguous_format))
     yield Proposal(
         "convolutions and what is between them", lambda kernel: any(number in images for number in kernel.op.storages),
@@ -66,7 +66,7 @@ def _given(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
     left = {number for number in images if trace.storages[number].role is None}
     for index, op in enumerate(trace.ops):
         read = [spec for spec in op.inputs if spec.device == trace.device and spec.storage in images]
-        made = {spec.storage for spec in op.outputs} - {spec.storage for spec in op.inputs}
+        made = op.makes - op.reads
         if read and made & images:
             for spec in read:
                 if spec.storage in left and _is_nchw(spec):
@@ -76,7 +76,7 @@ def _given(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
             left -= made
 
 
-def _viewed(trace: Trace, shapes: Mapping[int, tuple[int, ...]], images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
+def _viewed(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
     """Views that regroup an image, each with the image."""
     for index, op in enumerate(trace.ops):
         if is_view(op):
@@ -118,5 +118,5 @@ def _regrouped(trace: Trace, shapes: Mapping[int, tuple[int, ...]]) -> set[int]:
         read = [spec for spec in op.inputs if spec.storage in shapes and len(spec.shape) == 4]
         is_kept = any(spec.storage in found or _regroups(spec, shapes[spec.storage]) for spec in read)
         if is_kept and not _is_convolution(op):
-            found |= {spec.storage for spec in op.outputs} - {spec.storage for spec in op.inputs}
+            found |= op.makes - op.reads
     return found

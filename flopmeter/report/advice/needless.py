@@ -16,15 +16,7 @@ from flopmeter.report.advice.autocast import policy_of
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_kernel
 from flopmeter.report.advice.gradients import fills_gradients
-from flopmeter.report.advice.remedies import (
-    Proposal,
-    of_ops,
-    priced,
-    remedy,
-    trace_of,
-    type_of_others,
-    with_other_ops,
-)
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of, type_of_others, with_other_ops
 from flopmeter.report.advice.rewrite import (
     are_in_torch,
     changed_call,
@@ -87,7 +79,7 @@ def _all_narrowed(op: Op, narrowed: Callable[[TensorSpec, object], TensorSpec]) 
 
 
 def _is_idle_cast(op: Op) -> bool:
-    if op.call.func.overloadpacket not in _CASTS or not op.outputs:
+    if op.packet not in _CASTS or not op.outputs:
         return False
     return all(spec.dtype == op.outputs[0].dtype for spec in op.inputs)
 
@@ -115,10 +107,9 @@ def _between_casts(trace: Trace, narrow: torch.dtype) -> list[int]:
         if types == (narrow, torch.float32):
             from_narrow.add(op.outputs[0].storage)
         if not is_view(op):
-            numbers = {spec.storage for spec in op.inputs}
-            for number in numbers:
+            for number in op.reads:
                 readers[number].add(index)
-            (cast_back if types == (torch.float32, narrow) else read).update(numbers)
+            (cast_back if types == (torch.float32, narrow) else read).update(op.reads)
     cast_back -= read
     places = set[int]()
     for index, op in enumerate(trace.ops):
@@ -143,7 +134,7 @@ def _between_casts(trace: Trace, narrow: torch.dtype) -> list[int]:
 
 
 def _is_cast(op: Op) -> bool:
-    return op.call.func.overloadpacket in _CASTS and bool(op.outputs) and not is_view(op)
+    return op.packet in _CASTS and bool(op.outputs) and not is_view(op)
 
 
 @remedy
@@ -201,7 +192,7 @@ def loops_over_tensors(report: Report) -> Iterator[Proposal]:
     phases = {"forward"} if any(step.takes_fused for step in trace.optimizer_steps) else {"forward", "optimizer"}
     loops: dict[OpOverload, list[int]] = defaultdict(list)
     for index, op in enumerate(trace.ops):
-        func = _FOREACH.get((op.call.func.overloadpacket, _tensors_among(op.call.args)))
+        func = _FOREACH.get((op.packet, _tensors_among(op.call.args)))
         if func is None or (report.cluster is None and fills_gradients(trace, op)):
             continue
         if not op.module and op.phase in phases and op.region is None:

@@ -25,7 +25,7 @@ def fused_optimizer(report: Report) -> Iterator[Proposal]:
         fused = _fused(trace, step)
         if fused is not None:
             put_in[step[-1]] = fused
-            dropped |= {index for index in step if trace.ops[index].call.func.overloadpacket not in _MAKE_STATES}
+            dropped |= {index for index in step if trace.ops[index].packet not in _MAKE_STATES}
     if not put_in or not are_in_torch(put_in.values()):
         return
     count = sum(kernel.op.phase == "optimizer" for kernel in report.kernels)
@@ -46,7 +46,7 @@ def later_step_seconds(report: Report) -> float | None:
         index
         for index, op in enumerate(trace.ops)
         if op.phase == "optimizer"
-        and op.call.func.overloadpacket in (*_MAKE_STATES, aten.lift_fresh)
+        and op.packet in (*_MAKE_STATES, aten.lift_fresh)
         and {trace.storages[out.storage].role for out in op.outputs} == {"optimizer state"}
     }
     return priced(report, with_ops(trace, made)).seconds if made else None

@@ -16,7 +16,7 @@ def backward_passes(trace: Trace) -> list[range]:
 
 def read_in(trace: Trace, part: range) -> set[int]:
     """The storages that these ops read."""
-    return {spec.storage for index in part for spec in trace.ops[index].inputs}
+    return set().union(*(trace.ops[index].reads for index in part))
 
 
 def grown_in(trace: Trace, part: range) -> set[int]:

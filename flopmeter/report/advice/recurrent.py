@@ -38,7 +38,7 @@ def cells_in_loops(report: Report) -> Iterator[Proposal]:
     put_in, dropped, names = dict[int, Op](), set[int](), set[str]()
     for loop in _loops(trace):
         first = trace.ops[loop.steps[0]]
-        mode, name = _CELLS[first.call.func.overloadpacket]
+        mode, name = _CELLS[first.packet]
         put_in |= _at_once(trace, loop, mode)
         dropped |= loop.dropped
         names.add(name)
@@ -55,10 +55,10 @@ def _loops(trace: Trace) -> list[_Loop]:
     after: dict[int, _Loop] = {}  # storages of states: the loop that made them last
     found: list[_Loop] = []
     for index, op in enumerate(trace.ops):
-        if op.call.func.overloadpacket not in _CELLS or op.phase != "forward":
+        if op.packet not in _CELLS or op.phase != "forward":
             continue
         products = [trace.storages[spec.storage].born for spec in op.inputs[:2]]
-        if min(products) < 0 or any(trace.ops[place].call.func.overloadpacket is not aten.mm for place in products):
+        if min(products) < 0 or any(trace.ops[place].packet is not aten.mm for place in products):
             continue
         (x, w_x), (state, w_state) = (trace.ops[place].inputs for place in products)
         loop = after.get(state.storage)
@@ -92,8 +92,7 @@ def _at_once(trace: Trace, loop: _Loop, mode: int) -> dict[int, Op]:
     gathers = (
         index
         for index in range(loop.steps[-1], len(trace.ops))
-        if trace.ops[index].call.func.overloadpacket in _GATHER
-        and states.issuperset(spec.storage for spec in trace.ops[index].inputs)
+        if trace.ops[index].packet in _GATHER and states.issuperset(trace.ops[index].reads)
     )
     at = next(gathers, loop.steps[-1])
     state, x, work = last.outputs[0], loop.inputs[0], last.outputs[-1]
@@ -124,11 +123,7 @@ def _backward(
     kept: tuple[TensorSpec, TensorSpec],
 ) -> dict[int, Op]:
     works = {trace.ops[index].outputs[-1].storage for index in loop.steps}
-    cells = [
-        index
-        for index, op in enumerate(trace.ops)
-        if op.call.func.overloadpacket in _BACKWARD and works & {spec.storage for spec in op.inputs}
-    ]
+    cells = [index for index, op in enumerate(trace.ops) if op.packet in _BACKWARD and works & op.reads]
     if not cells:
         return {}
     module, (out, reserve) = trace.ops[cells[0]].module, kept
@@ -152,7 +147,7 @@ def _backward(
 
 
 def _is_of_backward(op: Op, module: str) -> bool:
-    return op.phase == "backward" and op.module == module and op.call.func.overloadpacket in _OF_BACKWARD
+    return op.phase == "backward" and op.module == module and op.packet in _OF_BACKWARD
 
 
 def _laid(shape: tuple[int, ...], where: TensorSpec) -> TensorSpec:

@@ -42,7 +42,7 @@ def _loops(trace: Trace) -> list[list[int]]:
     after: dict[tuple[int, int], list[int]] = {}  # by storages of a state and of the weights: the calls that led to it
     found: list[list[int]] = []
     for index, op in enumerate(trace.ops):
-        if op.call.func.overloadpacket is not aten._cudnn_rnn or op.call.argument("bidirectional"):
+        if op.packet is not aten._cudnn_rnn or op.call.argument("bidirectional"):
             continue
         state, weights = op.storages[op.call.argument("hx").storage], op.inputs[1].storage
         steps = after.get((state, weights))
@@ -82,12 +82,12 @@ class _OneCall:
 
     @staticmethod
     def _gathers(op: Op, made: set[int]) -> bool:
-        return op.call.func.overloadpacket in _GATHERS and made >= {spec.storage for spec in op.inputs}
+        return op.packet in _GATHERS and made >= op.reads
 
     def _drop_around(self, step: int) -> None:
         """What is made for one call: a view of its input, and memory for its weights."""
         before = step - 1
-        while is_view(op := self._trace.ops[before]) or op.call.func.overloadpacket is aten.new_empty:
+        while is_view(op := self._trace.ops[before]) or op.packet is aten.new_empty:
             self.dropped.add(before)
             before -= 1
         if is_view(self._trace.ops[step + 1]) and step != self._steps[-1]:
@@ -109,7 +109,7 @@ class _OneCall:
         passes = [
             index
             for index, op in enumerate(self._trace.ops)
-            if op.call.func.overloadpacket is aten._cudnn_rnn_backward and not kept.isdisjoint(op.storages)
+            if op.packet is aten._cudnn_rnn_backward and not kept.isdisjoint(op.storages)
         ]
         if not passes:
             return
@@ -130,12 +130,12 @@ class _OneCall:
         found, parts = set[int](), set[int]()
         for index in range(passes[0], len(self._trace.ops)):
             op = self._trace.ops[index]
-            read = {spec.storage for spec in op.inputs}
+            read = op.reads
             if index in passes:
                 parts |= {spec.storage for spec in op.outputs if prod(spec.shape)}
-            elif op.call.func.overloadpacket in _SPREADS and read and read <= parts:
+            elif op.packet in _SPREADS and read and read <= parts:
                 found.add(index)
-                parts |= {spec.storage for spec in op.outputs}
+                parts |= op.makes
         return found
 
 

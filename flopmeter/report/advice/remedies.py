@@ -168,10 +168,9 @@ def _multiplies_int8_weights(trace: Trace) -> bool:
     of `_register_woq_lowerings`, which depend on views that no rule follows)."""
     cast = set[int]()
     for op in trace.ops:
-        packet = op.call.func.overloadpacket
-        if packet is aten._to_copy and op.inputs[0].dtype is torch.int8 and op.outputs[0].dtype is torch.bfloat16:
+        if op.packet is aten._to_copy and op.inputs[0].dtype is torch.int8 and op.outputs[0].dtype is torch.bfloat16:
             cast.add(op.outputs[0].storage)
-        elif packet in (aten.mm, aten.bmm) and op.inputs[1].storage in cast:
+        elif op.packet in (aten.mm, aten.bmm) and op.inputs[1].storage in cast:
             return True
     return False
 
@@ -248,7 +247,7 @@ def _without(report: Report, reads: list[Kernel], remedy: str, why: str) -> Iter
 def _flags_of_scalers(trace: Trace) -> set[int]:
     """The storages in which torch.amp.GradScaler finds whether a gradient overflowed."""
     check = aten._amp_foreach_non_finite_check_and_unscale_
-    ops = (op for op in trace.ops if op.call.func.overloadpacket is check)
+    ops = (op for op in trace.ops if op.packet is check)
     return {op.storages[op.call.inputs[-2].storage] for op in ops}  # the last of its tensors is the scale
 
 
@@ -426,7 +425,7 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
     detached = {
         index
         for index, op in enumerate(trace.ops)
-        if op.phase == "backward" and op.call.func.overloadpacket is aten.detach and op.storages[0] in handed_over
+        if op.phase == "backward" and op.packet is aten.detach and op.storages[0] in handed_over
     }
     usable = usable_bytes_if_known(report.hardware)
     recomputes = [kernel for kernel, _ in timed(report) if kernel.op.phase == "recompute"]

@@ -153,8 +153,7 @@ def are_in_torch(ops: Iterable[Op]) -> bool:
 
 def is_view(op: Op) -> bool:
     """Whether all that it returns lies in what it was given, which it does not write to."""
-    made, given = {spec.storage for spec in op.call.outputs}, {spec.storage for spec in op.call.inputs}
-    return bool(made) and made <= given and not op.call.func._schema.is_mutable
+    return bool(op.call.outputs) and op.makes <= op.reads and not op.call.func._schema.is_mutable
 
 
 def is_dense(spec: TensorSpec) -> bool:

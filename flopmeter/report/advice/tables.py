@@ -21,7 +21,7 @@ def dense_gradients_of_embeddings(report: Report) -> Iterator[Proposal]:
     trace = trace_of(report)
     rows: dict[int, tuple[int, int]] = {}  # of each gradient: of the table, of the batch
     for op in trace.ops:
-        place = _DENSE_GRADIENTS.get(op.call.func.overloadpacket)
+        place = _DENSE_GRADIENTS.get(op.packet)
         if place is not None and op.outputs[0].is_strided:
             count = rows.get(op.outputs[0].storage, (0, 0))[1] + op.inputs[place].numel
             rows[op.outputs[0].storage] = op.outputs[0].shape[0], count
@@ -58,7 +58,7 @@ def _only_looked_up(trace: Trace, sizes: dict[int, int]) -> dict[int, tuple[int,
     found: dict[int, tuple[int, int]] = {}
     in_products: set[int] = set()
     for op in trace.ops:
-        is_product = op.call.func.overloadpacket in (aten.mm, aten.addmm, aten.bmm)
+        is_product = op.packet in (aten.mm, aten.addmm, aten.bmm)
         for spec in (*op.inputs, *op.outputs):
             if spec.shape and spec.shape[0] in sizes and len(spec.shape) == 2 and spec.is_strided:
                 found[spec.storage] = spec.shape[0], sizes[spec.shape[0]]
@@ -79,14 +79,14 @@ def one_hot_products(report: Report) -> Iterator[Proposal]:
     ones: dict[int, tuple[TensorSpec, int]] = {}  # storages of such rows: the indices, and how long the rows are
     put_in, dropped = {}, set()
     for index, op in enumerate(trace.ops):
-        kind, rows = op.call.func.overloadpacket, next((ones[number] for number in op.storages if number in ones), None)
-        if kind is aten.scatter_ and op.call.get("value") == 1:
+        rows = next((ones[number] for number in op.storages if number in ones), None)
+        if op.packet is aten.scatter_ and op.call.get("value") == 1:
             ones[op.inputs[0].storage] = op.inputs[1], op.inputs[0].shape[-1]
             dropped |= {index, trace.storages[op.inputs[0].storage].born}
-        elif rows is not None and kind in _CASTS:
+        elif rows is not None and op.packet in _CASTS:
             ones[op.outputs[0].storage] = rows
             dropped.add(index)
-        elif rows is not None and kind in _PRODUCTS:
+        elif rows is not None and op.packet in _PRODUCTS:
             put_in[index] = _lookup(op, *rows, ones)
         elif rows is not None and not is_view(op):
             return  # something else reads them

@@ -34,7 +34,7 @@ def unread_rows(report: Report) -> Iterator[Proposal]:
             put_in[index] = _cut(op, rows, kept)
         elif not is_view(op) and not rows.keys().isdisjoint(op.storages):
             put_in[index] = _cut(op, rows, [])
-    about = {index for index in put_in if trace.ops[index].call.func.overloadpacket in _PRODUCTS}
+    about = {index for index in put_in if trace.ops[index].packet in _PRODUCTS}
     if about:
         yield with_other_ops(
             report, "of most rows that it makes nothing is read",
@@ -67,7 +67,7 @@ def _begins_with_product(trace: Trace, storage: int, found: dict[int, list[int]]
     if born < 0:
         return False
     op = trace.ops[born]
-    if op.call.func.overloadpacket in _PRODUCTS:
+    if op.packet in _PRODUCTS:
         steps = {after - before for before, after in pairwise(found[storage])}
         return len(steps) <= 1 and LEAST_UNREAD * len(found[storage]) <= op.outputs[0].shape[0]
     return _goes_row_by_row(op, op.outputs[0]) and any(
@@ -77,9 +77,8 @@ def _begins_with_product(trace: Trace, storage: int, found: dict[int, list[int]]
 
 def _goes_row_by_row(op: Op, out: TensorSpec) -> bool:
     """Whether each row of the result, in one block, is made of the same row of the one operand."""
-    kind = op.call.func.overloadpacket
     return (
-        (kind in _CASTS or torch.Tag.pointwise in op.call.func.tags)
+        (op.packet in _CASTS or torch.Tag.pointwise in op.call.func.tags)
         and not op.call.func._schema.is_mutable
         and len(op.inputs) == 1
         and op.inputs[0].shape == out.shape
@@ -93,7 +92,7 @@ def _rows_of(spec: TensorSpec, trace: Trace) -> set[int] | None:
     if born < 0 or not spec.is_strided or not spec.shape:
         return None
     op, made = trace.ops[born], trace.ops[born].outputs[0]
-    if op.call.func.overloadpacket not in _PRODUCTS and not _goes_row_by_row(op, made):
+    if op.packet not in _PRODUCTS and not _goes_row_by_row(op, made):
         return None
     size = made.shape[-1] if made.shape else 0
     is_of_rows = spec.shape[-1] == size and spec.stride[-1] == 1 and not any(step % size for step in spec.stride[:-1])
@@ -107,7 +106,7 @@ def _rows_of(spec: TensorSpec, trace: Trace) -> set[int] | None:
 
 def _cut(op: Op, rows: dict[int, list[int]], kept: list[int]) -> Op:
     """The op with tensors of these rows alone; a product reads so many rows of its operand as it makes."""
-    is_product = op.call.func.overloadpacket in _PRODUCTS
+    is_product = op.packet in _PRODUCTS
     left = op.inputs[-2] if is_product and kept else None
 
     def cut(spec: TensorSpec) -> TensorSpec:
