@@ -231,23 +231,12 @@ class FlopMeter:
         _check_compile(compile, as_cuda)
         _check_known("clocks", clocks, get_args(Clocks))
         _check_known("causal convention", causal, get_args(Causal))
-        for name, given in (("as_cuda", as_cuda), ("strict", strict), ("source", source)):
-            if not isinstance(given, bool):
-                raise TypeError(f"{name} must be True or False, not {given!r}")
-        if not isinstance(host, Host | None):
-            raise TypeError(f"host must be a flopmeter.timing.Host or None, not {host!r}")
+        _check_types(host, as_cuda=as_cuda, strict=strict, source=source)
         self._dollars_per_kwh = checked_energy_price(dollars_per_kwh)
         self.hardware = load_hardware(hardware)
-        self._strict = strict
-        self._causal: Causal = causal
-        self._clocks: Clocks = clocks
-        self._source = source
-        self._host = host
         self._cluster = None if cluster is None else load_cluster(cluster)
-        self._as_cuda = as_cuda
-        self._compile: Compile = compile
-        self._session: Session | None = None
-        self._exports: Exports | None = None
+        self._as_cuda, self._strict, self._source, self._host = as_cuda, strict, source, host
+        self._causal, self._clocks, self._compile = causal, clocks, compile
         self._new_values = functools.partial(
             KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction, unknown=unknown,
             now=lambda: len(self.trace.ops),
@@ -257,9 +246,12 @@ class FlopMeter:
         self.shapes_only: ShapesOnly | None = None  # what is on meta without being on the GPU that meta stands for
         self.around_tracing: AroundTracing = nothing_around  # where the compiler traces the program
         self.on_compiled_call: OnCompiledCall | None = None
+        # What is open while the program runs, and stays for reports.
         self._recorder: Recorder | None = None
         self._values: KnownValues | None = None
         self._emulation: Emulation | None = None
+        self._session: Session | None = None
+        self._exports: Exports | None = None
         self._other_threads = other_threads.OtherThreads()
         self._depth = 0
         self._undo = ExitStack()
@@ -268,29 +260,7 @@ class FlopMeter:
         if self._depth == 0:
             overlap.check_task()
             with ExitStack() as undo:
-                self._session, by_rules = None, self._compile == "rules"
-                self._emulation = None
-                if self._as_cuda:
-                    target = target_of(self.hardware)
-                    self._emulation = undo.enter_context(emulate_cuda(target, compiled_run_eagerly=by_rules))
-                self._values = undo.enter_context(self._new_values())
-                for workaround in WORKAROUNDS:
-                    undo.enter_context(workaround(self._values))
-                self._recorder = Recorder(
-                    source=self._source,
-                    overrides=self._emulation.overrides if self._emulation else None,
-                    values=self._values,
-                    on_new_call=_check if self._strict else None,
-                    storage_listener=self.storage_listener,
-                    shapes_only=self.shapes_only,
-                )
-                if self._emulation and by_rules:
-                    self._recorder.watch_regions(dynamo.compiled_region)
-                undo.enter_context(self._recorder)
-                self._exports = undo.enter_context(Exports()) if self._emulation else None
-                if self._emulation and not by_rules:
-                    self._session = undo.enter_context(self._new_session(self._emulation, self._recorder, self._values))
-                self._other_threads = undo.enter_context(other_threads.OtherThreads(self._values))
+                self._open(undo)
                 overlap.push(self, self._close)
                 self._undo = undo.pop_all()
         elif not overlap.is_open(self):
@@ -299,6 +269,29 @@ class FlopMeter:
             )
         self._depth += 1
         return self
+
+    def _open(self, undo: ExitStack) -> None:
+        """Open all that watches the program, or answers it; `undo` closes it."""
+        by_rules, emulation = self._compile == "rules", None
+        if self._as_cuda:
+            emulation = undo.enter_context(emulate_cuda(target_of(self.hardware), compiled_run_eagerly=by_rules))
+        values = undo.enter_context(self._new_values())
+        for workaround in WORKAROUNDS:
+            undo.enter_context(workaround(values))
+        recorder = Recorder(
+            source=self._source, overrides=emulation.overrides if emulation else None, values=values,
+            on_new_call=_check if self._strict else None, storage_listener=self.storage_listener,
+            shapes_only=self.shapes_only,
+        )  # fmt: skip
+        if emulation and by_rules:
+            recorder.watch_regions(dynamo.compiled_region)
+        self._emulation, self._values, self._recorder = emulation, values, recorder
+        undo.enter_context(recorder)
+        self._exports = undo.enter_context(Exports()) if emulation else None
+        self._session = None
+        if emulation and not by_rules:
+            self._session = undo.enter_context(self._new_session(emulation, recorder, values))
+        self._other_threads = undo.enter_context(other_threads.OtherThreads(values))
 
     def __exit__(self, *exception: Any) -> None:
         if not overlap.is_open(self):
@@ -321,17 +314,11 @@ class FlopMeter:
             dynamo.install(emulation)
             recorder.watch_regions(dynamo.compiled_region)
 
-        device = PosedDevice(self.hardware.title, target.compute_capability, self.hardware.sm_count)
-        compiles_all = self._compile not in (False, "rules")
         return Session(
-            recorder,
-            device,
-            values.values.forget,
-            run_eagerly,
-            compiles_all=compiles_all,
-            around_tracing=self.around_tracing,
-            on_compiled_call=self.on_compiled_call,
-        )
+            recorder, PosedDevice(self.hardware.title, target.compute_capability, self.hardware.sm_count),
+            values.values.forget, run_eagerly, compiles_all=self._compile not in (False, "rules"),
+            around_tracing=self.around_tracing, on_compiled_call=self.on_compiled_call,
+        )  # fmt: skip
 
     @property
     def trace(self) -> Trace:
@@ -471,6 +458,14 @@ def _is_part(ops: object, count: int) -> bool:
 def _check_known(what: str, given: object, known: tuple[str, ...]) -> None:
     if given not in known:
         raise ValueError(f"unknown {what} {given!r}; known: {', '.join(known)}")
+
+
+def _check_types(host: object, **flags: object) -> None:
+    for name, given in flags.items():
+        if not isinstance(given, bool):
+            raise TypeError(f"{name} must be True or False, not {given!r}")
+    if not isinstance(host, Host | None):
+        raise TypeError(f"host must be a flopmeter.timing.Host or None, not {host!r}")
 
 
 def _check_compile(compile: object, as_cuda: object) -> None:

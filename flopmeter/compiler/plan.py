@@ -3,7 +3,7 @@ and those that are freed after them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -51,14 +51,20 @@ class Placed(NamedTuple):
     dtype: torch.dtype
     device: str
 
-    def spec(self, storage: int) -> TensorSpec:
-        return TensorSpec(self.shape, self.stride, self.dtype, storage, self.offset, self.device)
+    def spec(self, numbers: dict[str, int]) -> TensorSpec:
+        """In a call. `numbers`: of its buffers so far, to which that of this tensor is added."""
+        number = numbers.setdefault(self.buffer, len(numbers))
+        return TensorSpec(self.shape, self.stride, self.dtype, number, self.offset, self.device)
 
 
 class Constant(NamedTuple):
     """A result that is no tensor, the same in each call with these sizes."""
 
     value: object
+
+
+KernelCall = tuple[Call, tuple[str, ...], CompiledKernel]
+"""A call, its buffers by their numbers in it, and the kernel that runs it."""
 
 
 class Made(NamedTuple):
@@ -85,11 +91,8 @@ class PlanStep(NamedTuple):
     @property
     def written(self) -> frozenset[int]:
         """The numbers of the buffers that the call writes."""
-        specs = (
-            *(self.call.outputs if self.call else ()),
-            *(each.spec for each in (self.kernel.writes if self.kernel else ())),
-        )
-        return frozenset(spec.storage for spec in specs if spec is not None)
+        specs = (*(self.call.outputs if self.call else ()), *_specs(self.kernel.writes if self.kernel else ()))
+        return frozenset(spec.storage for spec in specs)
 
     @property
     def main(self) -> Origin | None:
@@ -194,28 +197,23 @@ class _Planner:
     def _tensors_of(self, kernel: Any) -> list[Any]:
         return [each for each in _flat(kernel.inputs) if isinstance(each, self._ir.IRNode) and _is_tensor(each)]
 
-    def _written(
-        self, node: Any, kind: KernelKind, origins: tuple[Origin, ...], scheduler_bytes: int
-    ) -> tuple[Call, tuple[str, ...], CompiledKernel]:
+    def _written(self, node: Any, kind: KernelKind, origins: tuple[Origin, ...], scheduler_bytes: int) -> KernelCall:
         """A kernel that inductor writes: what it reads and writes, and its origins."""
         numbers: dict[str, int] = {}
-        touched = self._regions.of(node)
-        reads, writes = (
-            tuple(
-                Region(self._placed(name).spec(numbers.setdefault(name, len(numbers))), nbytes) for name, nbytes in part
-            )
-            for part in touched
-        )
+        reads, writes = (self._touched(part, numbers) for part in self._regions.of(node))
         group = getattr(node, "group", None)
         rows, reduced = map(self._sizes, group[1]) if group and len(group[1]) == 2 else (1, 1)
         name = name_of([origin.op for origin in origins] or names_of(node)) or kind
         loops = (max(reduced, 1), rows, _is_inner(node))
         kernel = CompiledKernel(name, kind, reads, writes, origins, scheduler_bytes, *loops)
-        read, written = (tuple(region.spec for region in part if region.spec) for part in (reads, writes))
+        read, written = map(_specs, (reads, writes))
         call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)
         return call, tuple(numbers), kernel
 
-    def _attention(self, node: Any, fx: Any, scheduler_bytes: int) -> tuple[Call, tuple[str, ...], CompiledKernel]:
+    def _touched(self, part: Bytes, numbers: dict[str, int]) -> tuple[Region, ...]:
+        return tuple(Region(self._placed(name).spec(numbers), nbytes) for name, nbytes in part)
+
+    def _attention(self, node: Any, fx: Any, scheduler_bytes: int) -> KernelCall:
         """flex_attention, in a template of inductor's, with what fuses into its end."""
         numbers: dict[str, int] = {}
         template, parts = node.get_template_node(), node.get_nodes()
@@ -224,20 +222,14 @@ class _Planner:
             placed = self._laid(ir) or self._placed(self.base(ir.get_name()))
             if held is not None:  # in the template for few queries their heads are in groups
                 placed = self._faked(held.meta["val"], placed.buffer)._replace(offset=placed.offset)
-            return placed.spec(numbers.setdefault(placed.buffer, len(numbers)))
-
-        def regions(part: Bytes) -> tuple[Region, ...]:
-            placed = [(self._placed(name), nbytes) for name, nbytes in part]
-            return tuple(
-                Region(each.spec(numbers.setdefault(each.buffer, len(numbers))), nbytes) for each, nbytes in placed
-            )
+            return placed.spec(numbers)
 
         tensors = flex.TemplateTensors.of(fx, template)
         attended = map(spec, tensors.read, (*fx.args[:3], *(None for _ in tensors.read[3:])))
         there = ([spec(ir) for ir in part if prod(map(self._sizes, ir.get_size()))] for part in tensors[1:])
         call = flex.call_of(fx, flex.TemplateTensors(list(attended), *there))
         after = [part for part in parts if part.node is not template]
-        read, written = map(regions, self._regions.of(node, after))
+        read, written = (self._touched(part, numbers) for part in self._regions.of(node, after))
         own = {buffer.get_name(): buffer for buffer in node.get_outputs()}[template.get_name()]
         inner = () if is_needed(own, node) else (spec(template),)  # what no one reads but the kernel itself
         origins = (
@@ -247,21 +239,15 @@ class _Planner:
         kernel = CompiledKernel(
             name_of([origin.op for origin in origins]),
             "template",
-            (*(Region(each, each.nbytes) for each in dict.fromkeys(call.inputs)), *read),
-            (*(Region(each, each.nbytes) for each in call.outputs if each not in inner), *written),
+            (*_in_full(call.inputs), *read),
+            (*_in_full(each for each in call.outputs if each not in inner), *written),
             origins,
             scheduler_bytes,
         )
-        more_read, more_written = (tuple(region.spec for region in part if region.spec) for part in (read, written))
-        whole = replace(
-            call,
-            kwargs={"kernel": kernel},
-            inputs=(*call.inputs, *more_read),
-            outputs=(*call.outputs, *more_written),
-        )
-        return whole, tuple(numbers), kernel
+        inputs, outputs = (*call.inputs, *_specs(read)), (*call.outputs, *_specs(written))
+        return replace(call, kwargs={"kernel": kernel}, inputs=inputs, outputs=outputs), tuple(numbers), kernel
 
-    def _launched(self, operation: Any, scheduler_bytes: int) -> tuple[Call, tuple[str, ...], CompiledKernel] | None:
+    def _launched(self, operation: Any, scheduler_bytes: int) -> KernelCall | None:
         """The launch of a Triton kernel of the program's; None for anything else."""
         if not isinstance(operation, self._ir.UserDefinedTritonKernel):
             return None
@@ -270,7 +256,7 @@ class _Planner:
         def argument(value: Any) -> Any:
             laid = self._laid(value) if isinstance(value, self._ir.IRNode) else None
             if laid is not None:
-                return laid.spec(numbers.setdefault(laid.buffer, len(numbers)))
+                return laid.spec(numbers)
             return self._sizes(value) if _is_symbolic(value) else value
 
         arguments = {name: argument(value) for name, value in operation.kwargs.items()}
@@ -279,7 +265,7 @@ class _Planner:
         )
         return None if made is None else (made[0], tuple(numbers), made[1])
 
-    def _library(self, node: Any, scheduler_bytes: int) -> tuple[Call, tuple[str, ...], CompiledKernel]:
+    def _library(self, node: Any, scheduler_bytes: int) -> KernelCall:
         fx = own_node(node.node)
         op = op_without_node(node.node) if fx is None else None
         if isinstance(node.node, self._ir.DeviceCopy):
@@ -297,8 +283,7 @@ class _Planner:
             call, buffers = self._call(node.node, fx)
             call = self._recorder.with_implementation(call)
             origin = origin_of(fx, call, is_backward=self._is_backward)
-        reads = tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(call.inputs))
-        writes = tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(call.outputs))
+        reads, writes = map(_in_full, (call.inputs, call.outputs))
         return call, buffers, CompiledKernel(call.name, "library", reads, writes, (origin,), scheduler_bytes)
 
     def _runs_graphs(self, operation: Any) -> bool:
@@ -311,9 +296,6 @@ class _Planner:
         ours = iter(self._tensors_of(kernel))
         inputs: list[TensorSpec] = []
 
-        def spec(placed: Placed) -> TensorSpec:
-            return placed.spec(numbers.setdefault(placed.buffer, len(numbers)))
-
         def argument(value: Any) -> Any:
             if isinstance(value, torch.fx.Node):
                 held = value.meta.get("val")
@@ -323,7 +305,7 @@ class _Planner:
                 laid = None if ir is None else self._laid(ir)
                 if laid is not None and prod(laid.shape) == prod(placed.shape):
                     placed = laid
-                inputs.append(spec(placed))
+                inputs.append(placed.spec(numbers))
                 return inputs[-1]
             if isinstance(value, (list, tuple)):
                 return tuple(map(argument, value))
@@ -334,7 +316,7 @@ class _Planner:
             given = (*given[:CONVOLVED], None, *given[CONVOLVED + 1 :])
         args = with_groups(fx.target, tuple(map(argument, given)))
         kwargs = {name: argument(value) for name, value in fx.kwargs.items()}
-        outputs = tuple(spec(placed) for placed in self._results(kernel, fx))
+        outputs = tuple(placed.spec(numbers) for placed in self._results(kernel, fx))
         # Equal calls, such as those of equal layers, are one, which is priced once.
         key = (fx.target, args, tuple(kwargs.items()), tuple(inputs), outputs)
         call = self._calls.setdefault(key, Call(fx.target, args, kwargs, tuple(inputs), outputs))
@@ -353,13 +335,12 @@ class _Planner:
                 return named.get(parameter.name, next(constants, parameter.default_value))
             ir = next(tensors)
             laid = self._laid(ir) or self._placed(self.base(ir.get_name()))
-            inputs.append(laid.spec(numbers.setdefault(laid.buffer, len(numbers))))
+            inputs.append(laid.spec(numbers))
             return inputs[-1]
 
         args = tuple(map(argument, op._schema.arguments))
         results = self._parts.get(kernel.get_name()) or [kernel]  # an op with several results has each in a buffer
-        placed = [self._placed(self.base(each.get_name())) for each in results]
-        outputs = tuple(each.spec(numbers.setdefault(each.buffer, len(numbers))) for each in placed)
+        outputs = tuple(self._placed(self.base(each.get_name())).spec(numbers) for each in results)
         return Call(op, args, {}, tuple(inputs), outputs), tuple(numbers)
 
     def _results(self, kernel: Any, fx: Any) -> Iterator[Placed]:
@@ -449,6 +430,15 @@ class _Planner:
             part = part.inputs[0]
         name: str = part.get_name()
         return name
+
+
+def _in_full(specs: Iterable[TensorSpec]) -> tuple[Region, ...]:
+    """Each of the tensors as a whole."""
+    return tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(specs))
+
+
+def _specs(regions: Iterable[Region]) -> tuple[TensorSpec, ...]:
+    return tuple(region.spec for region in regions if region.spec)
 
 
 def _is_symbolic(value: Any) -> bool:
