@@ -12,7 +12,6 @@ rank, with its local shapes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import prod
@@ -33,7 +32,6 @@ from flopmeter.distributed import (
 from flopmeter.distributed.errors import WorldError
 from flopmeter.distributed.meta import runs_on_meta
 from flopmeter.distributed.objects import lone_store
-from flopmeter.torch_names import distributed as private
 
 __all__ = ["WorldError", "world"]
 
@@ -56,20 +54,11 @@ def world(
     shape = {"world": size} if mesh is None else dict(mesh)
     _check(size, shape, rank, gpus_per_node)
     with ExitStack() as undo:
-        undo.callback(setattr, sys, "excepthook", sys.excepthook)  # torch sets its own and leaves it
         undo.enter_context(runs_on_meta(gpus_per_node, rank))
-        undo.callback(_close)
         dist.init_process_group("fake", rank=rank, world_size=size, store=lone_store())
         for patch in programs.init_patches():
             undo.enter_context(patch)
         yield init_device_mesh("meta", tuple(shape.values()), mesh_dim_names=tuple(shape))
-
-
-def _close() -> None:
-    if dist.is_initialized():  # the program may have ended it
-        dist.destroy_process_group()
-    # DTensor remembers what an op does on a mesh. The next world may have an equal one with groups of other names.
-    private.forget_shardings()
 
 
 def _check(size: int, shape: Mapping[str, int], rank: int, gpus_per_node: int | None) -> None:

@@ -9,6 +9,7 @@ Each patch says what the original does there. None changes which kernels or coll
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -29,11 +30,13 @@ from flopmeter.trace import streams
 
 @contextmanager
 def runs_on_meta(gpus_per_node: int | None, rank: int, *, has_host: bool = False) -> Iterator[None]:
-    """DDP, FSDP2 and DTensor run on meta tensors in this context; recorders hear of streams, waits and resizes.
+    """DDP, FSDP2 and DTensor run on meta tensors in this context; recorders hear of streams, waits and resizes. The
+    world that is open at its end is closed.
 
     `has_host`: the program may have tensors on the CPU, too.
     """
     with ExitStack() as undo:
+        undo.callback(setattr, sys, "excepthook", sys.excepthook)  # torch sets its own for ranks, and leaves it
         kernels = _KERNELS | sync_batch_norm.KERNELS | symmetric_memory.KERNELS
         undo.callback(private.unregister, private.meta_kernels(kernels))
         patches: tuple[Any, ...] = (
@@ -67,7 +70,15 @@ def runs_on_meta(gpus_per_node: int | None, rank: int, *, has_host: bool = False
         undo.callback(_forget_device_module)
         for patch in patches:
             undo.enter_context(patch)
+        undo.callback(_close)
         yield
+
+
+def _close() -> None:
+    if torch.distributed.is_initialized():  # the program may have ended it
+        torch.distributed.destroy_process_group()
+    # DTensor remembers what an op does on a mesh. The next world may have an equal one with groups of other names.
+    private.forget_shardings()
 
 
 def _forget_device_module() -> None:

@@ -210,7 +210,7 @@ class CudaModule:
             "memory_snapshot": left_out("torch.cuda.memory_snapshot", self._note, []),
             "MemPool": cuda_submodules.MemPool,
             "use_mem_pool": cuda_submodules.use_mem_pool(self._note),
-            "empty_cache": lambda: memory.give_back(),
+            "empty_cache": memory.give_back,
             "mem_get_info": lambda device=None: memory.free_and_total(),
             "device_memory_used": lambda device=None: memory.free_and_total()[1] - memory.free_and_total()[0],
             "memory_stats": lambda device=None: self._memory_stats(),

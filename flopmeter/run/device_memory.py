@@ -34,7 +34,7 @@ class DeviceMemory(StorageListener):
         self._held: dict[int, Any] = {}
         self._allocated = self._peak_allocated = 0  # bytes in blocks of the allocator
         self.allocations = 0
-        self._fraction = 1.0
+        self.fraction = 1.0  # of the device's memory, that the process may take
         self.overflow: str | None = None  # what did not fit, in words
 
     @property
@@ -57,13 +57,8 @@ class DeviceMemory(StorageListener):
         self._peak_allocated = self._allocated
         self._allocator.peak_reserved_bytes = self._allocator.reserved_bytes
 
-    @property
-    def fraction(self) -> float:
-        """The share of the device's memory that the process may take."""
-        return self._fraction
-
     def set_fraction(self, fraction: float, device: Any = None) -> None:
-        self._fraction = fraction
+        self.fraction = fraction
         if self.usable_bytes is not None:
             self._allocator.capacity = min(self.usable_bytes, int(fraction * (self.hardware.memory_bytes or 0)))
 

@@ -75,12 +75,12 @@ class Steps:
     def __init__(
         self,
         now: Callable[[], int],
-        marker: str = AUTO,
-        most: int | None = None,
-        has_backward: Callable[[range], bool] = lambda ops: False,
-        is_on_device: Callable[[range], bool] = bool,
-        tell: Callable[[str], None] = lambda line: None,
-        patience_s: Callable[[bool, bool], float] = lambda only_infers, may_take_times: 0.0,
+        marker: str,
+        most: int | None,
+        has_backward: Callable[[range], bool],
+        is_on_device: Callable[[range], bool],
+        tell: Callable[[str], None],
+        patience_s: Callable[[bool, bool], float],
     ) -> None:
         self._now, self._marker, self._most, self._has_backward = now, marker, most, has_backward
         self._is_on_device, self._patience_s = is_on_device, patience_s

@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
@@ -46,11 +45,7 @@ def opened(
 ) -> Iterator[None]:
     """In this context torch.distributed opens a world of that size whenever the script asks for one; None: nobody has
     named a size, and if the script does not, it is 1."""
-    with ExitStack() as undo:
-        undo.callback(setattr, sys, "excepthook", sys.excepthook)  # torch sets its own and leaves it
-        undo.enter_context(runs_on_meta(gpus_per_node, rank, has_host=True))
-        undo.callback(_close)
-        undo.enter_context(applied(_patches(world_size, rank, on_gpu, note)))
+    with runs_on_meta(gpus_per_node, rank, has_host=True), applied(_patches(world_size, rank, on_gpu, note)):
         yield
 
 
@@ -209,9 +204,3 @@ class _EndedProcess:
     def close(self) -> None: ...
 
     kill = terminate = close
-
-
-def _close() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    private.forget_shardings()  # the next world has groups of other names

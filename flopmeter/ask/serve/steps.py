@@ -68,7 +68,7 @@ class StepModel:
         self._published = quantised(decoder.config)
         self.weights = weights or self._published.weights or "bf16"
         self._options = {"routing": "independent", "checks": "hold", **meter_options}
-        self._meters: dict[tuple[int, int, int, int], list[FlopMeter]] = {}
+        self._meters: dict[tuple[int, ...], list[FlopMeter]] = {}  # by batch, new and cached tokens, and logits
         self._known: dict[tuple[str, int, int, int, int], StepCost] = {}
 
     @property
@@ -80,7 +80,7 @@ class StepModel:
         """The cost of `new` tokens for each of `batch` sequences, after `cached` ones."""
         key = (device.name, batch, new, cached, logits)
         if key not in self._known:
-            report = self._report(device, batch, new, cached, logits)
+            report = self.report(device, batch, new, cached, logits)
             links = self._collective_seconds(device, batch * new, batch * logits)
             joules = None
             if report.joules is not None and report.clock.idle_watts is not None:
@@ -98,24 +98,20 @@ class StepModel:
             report.kernels, report.memory.trace, self.weights, self._published
         )
 
-    def report(self, device: Hardware, batch: int, new: int, cached: int) -> Report:
+    def report(self, device: Hardware, batch: int, new: int, cached: int, logits: int = 1) -> Report:
         """The step's own report, without collectives."""
-        return self._report(device, batch, new, cached, 1)
-
-    def _report(self, device: Hardware, batch: int, new: int, cached: int, logits: int) -> Report:
         report = self._eager(device, batch, new, cached, logits)
         assert report.in_mode is not None
         kernels = in_formats(report.kernels, report.memory.trace, device, self.weights, self.kv, self._published)
         return report.in_mode(self.mode, kernels=kernels)
 
     def _eager(self, device: Hardware, *sizes: int) -> Report:
-        batch, new, cached, logits = sizes
-        meters = self._meters.setdefault((batch, new, cached, logits), [])
+        meters = self._meters.setdefault(sizes, [])
         for meter in meters:
             with contextlib.suppress(StreamError):
                 return meter.report(hardware=device)
         meter = FlopMeter(device, **self._options)
-        run = self.decoder.step(batch, new, cached, logits)
+        run = self.decoder.step(*sizes)
         with meter:
             run()
         meters.append(meter)
