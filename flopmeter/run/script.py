@@ -140,56 +140,70 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
     """One line about a script that ended in an error: what it means here, and what can be done. `guessed`: the lines
     that read values for which flopmeter stood in."""
     error, head = _telling(ending.error), f"{script.name} ended with {type(ending.error).__name__}"
+    if error is None:
+        return head
     if isinstance(error, KeyboardInterrupt):
         return f"{script.name} was interrupted: the report is of what ran until then"
     if isinstance(error, SystemExit):
         return f"{script.name} left with exit code {ending.code}{_stray_options(script)}"
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"{head}: by the model of the device's memory it does not fit; --oom=report goes on and tells how much"
-    if isinstance(error, DataDependentError):
-        return f"{head}: state what share of such a mask holds (--mask-fraction 0.5), and give no --strict-values"
-    if isinstance(error, MixedDevicesError):
-        return f"{head}: as on a GPU, all of them have to be on one device; the one named cuda is called meta above"
-    if isinstance(error, WorldError):
-        return f"{head}: what flopmeter cannot tell of ranks that do not run: {error}"
-    if isinstance(error, ImportError):
-        return f"{head}: {_about_import(error, script)}"
-    if isinstance(error, subprocess.CalledProcessError) and (words := _python_words(error.cmd)):
-        return f"{head}: it starts another Python, which is not metered: flopmeter run {words}"
-    if library := next((name for text, name in OTHER_BUILDS.items() if text in str(error)), None):
-        return f"{head}: {library} is built for another torch: install the two of one release, both for the CPU"
-    if error is not None and "torch.utils.cpp_extension" in _modules_of(error):
-        return f"{head}: it compiles kernels for CUDA, which needs its compiler and a GPU: run its path without them"
-    if isinstance(error, KeyError) and str(error).strip("'") in OF_A_LAUNCHER:
-        launched = f"torchrun --nproc-per-node 1 {'-m ' * script.is_module}{script.target}"
-        return f"{head}: a launcher sets {error.args[0]}: flopmeter run ... -- {launched} ..."
-    if asked := re.search(MORE_GPUS, str(error)):
-        return f"{head}: it asks for several GPUs: flopmeter run --gpus {len(asked[1].split(','))} ..."
-    if error is not None and "wandb" in _packages_of(error):
-        return f"{head}: wandb asks for a login, or for its server: WANDB_MODE=disabled flopmeter run ..."
-    if error is not None and (missing := _about_what_is_missing(error)):
-        return f"{head}: {missing}"
-    if isinstance(error, AttributeError) and is_absent(error.obj):
-        return (
-            f"{head}: {type(error.obj).__name__} is not here, and the samples of --synthetic have no {error.name!r}: "
-            "the script needs its data"
-        )
-    if isinstance(error, OtherDeviceError):
-        return f"{head}: flopmeter run meters one GPU of a process; one process for each GPU is a torchrun (--gpus N)"
-    if isinstance(error, NotImplementedError) and (raised_in := _modules_of(error)[-1]).startswith("flopmeter."):
-        who = "flopmeter's shim" if raised_in.startswith("flopmeter.run.shims") else "the device named cuda"
-        return f"{head}: {who} does not do this; leave it out of the script, or skip it by its arguments"
-    if error is not None and (op := _without_kernel(error)):
-        return f"{head}: {op}"
-    if error is not None and (package := _shimmed(error)):
-        return f"{head}: {package} does not run without a GPU: let flopmeter stand in with --shim {package}"
-    if error is not None and guessed:
+    if known := _by_class(error) or _not_to_be_had(error, script):
+        return f"{head}: {known}"
+    if guessed:
         lines = ", ".join(guessed[-MOST_LINES_TOLD:])
         return (
             f"{head}: its traceback is above. It read values that are not known, and was told others ({lines}): if the "
             "error hangs on one of them, leave out what reads it, by the script's arguments"
         )
-    return f"{head}, which is not flopmeter's: its traceback is above" if error is not None else head
+    return f"{head}, which is not flopmeter's: its traceback is above"
+
+
+def _by_class(error: BaseException) -> str | None:
+    """Of an error that says by its class what happened; None for others."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "by the model of the device's memory it does not fit; --oom=report goes on and tells how much"
+    if isinstance(error, DataDependentError):
+        return "state what share of such a mask holds (--mask-fraction 0.5), and give no --strict-values"
+    if isinstance(error, MixedDevicesError):
+        return "as on a GPU, all of them have to be on one device; the one named cuda is called meta above"
+    if isinstance(error, WorldError):
+        return f"what flopmeter cannot tell of ranks that do not run: {error}"
+    if isinstance(error, OtherDeviceError):
+        return "flopmeter run meters one GPU of a process; one process for each GPU is a torchrun (--gpus N)"
+    return None
+
+
+def _not_to_be_had(error: BaseException, script: Script) -> str | None:
+    """Of what the script, or a library, asks for and does not get here; None for other errors."""
+    if isinstance(error, ImportError):
+        return _about_import(error, script)
+    if isinstance(error, subprocess.CalledProcessError) and (words := _python_words(error.cmd)):
+        return f"it starts another Python, which is not metered: flopmeter run {words}"
+    if library := next((name for text, name in OTHER_BUILDS.items() if text in str(error)), None):
+        return f"{library} is built for another torch: install the two of one release, both for the CPU"
+    if "torch.utils.cpp_extension" in _modules_of(error):
+        return "it compiles kernels for CUDA, which needs its compiler and a GPU: run its path without them"
+    if isinstance(error, KeyError) and str(error).strip("'") in OF_A_LAUNCHER:
+        launched = f"torchrun --nproc-per-node 1 {'-m ' * script.is_module}{script.target}"
+        return f"a launcher sets {error.args[0]}: flopmeter run ... -- {launched} ..."
+    if asked := re.search(MORE_GPUS, str(error)):
+        return f"it asks for several GPUs: flopmeter run --gpus {len(asked[1].split(','))} ..."
+    if "wandb" in _packages_of(error):
+        return "wandb asks for a login, or for its server: WANDB_MODE=disabled flopmeter run ..."
+    if missing := _about_what_is_missing(error):
+        return missing
+    if isinstance(error, AttributeError) and is_absent(error.obj):
+        return (
+            f"{type(error.obj).__name__} is not here, and the samples of --synthetic have no {error.name!r}: "
+            "the script needs its data"
+        )
+    if isinstance(error, NotImplementedError) and (raised_in := _modules_of(error)[-1]).startswith("flopmeter."):
+        who = "flopmeter's shim" if raised_in.startswith("flopmeter.run.shims") else "the device named cuda"
+        return f"{who} does not do this; leave it out of the script, or skip it by its arguments"
+    if op := _without_kernel(error):
+        return op
+    if package := next((package for package in SHIMS if package in _packages_of(error)), None):
+        return f"{package} does not run without a GPU: let flopmeter stand in with --shim {package}"
+    return None
 
 
 def _telling(error: BaseException | None) -> BaseException | None:
@@ -290,11 +304,6 @@ def _python_words(command: Any) -> str:
     """What a command has another Python run; nothing if it starts something else."""
     words = shlex.split(command) if isinstance(command, str) else [os.fspath(word) for word in command]
     return shlex.join(words[1:]) if os.path.basename(words[0]).startswith("python") else ""
-
-
-def _shimmed(error: BaseException) -> str | None:
-    """The package, of those that flopmeter can stand in for, in which the error was raised."""
-    return next((package for package in SHIMS if package in _packages_of(error)), None)
 
 
 def _about_what_is_missing(error: BaseException) -> str | None:

@@ -117,21 +117,18 @@ def plan(
     where = Where(tokens, device, links, mode, meter_options)
     search = _Search(subject, bounds, where, usable, async_tp)
     run = partial(results_of, workers=workers, executor=executor, progress=progress)
-    found = search.best(wishes, rows, run)
-    shown = [search.row(each, dollars_per_gpu_hour) for each in found]
-    shown = sorted(_metered(search, shown, whole, run), key=lambda row: row.seconds)
+    shown = search.rows(wishes, rows, whole, dollars_per_gpu_hour, run)
     notes = [
         *_notes(subject, links, batch, length, bounds, meter_options.get("causal", "full")), *map(_compared, shown),
         *search.notes(), *_cautions(shown, async_tp, fp8 and mode == "eager", delays),
     ]  # fmt: skip
     return ParallelPlan(
-        f"{subject.name}, {figure(subject.parameters / 1e9)} B parameters · {world:,} × {device.title} · "
-        f"{sequences:,} sequences of {tokens:,} tokens a step",
-        tuple(_delayed(row, delays) for row in shown),
-        search.considered,
-        search.may_fit,
-        len(search.costs),
-        tuple(dict.fromkeys(filter(None, notes))),
+        title=search.title,
+        rows=tuple(_delayed(row, delays) for row in shown),
+        considered=search.considered,
+        may_fit=search.may_fit,
+        metered=len(search.costs),
+        notes=tuple(dict.fromkeys(filter(None, notes))),
     )
 
 
@@ -153,7 +150,28 @@ class _Search:
         self.costs: dict[Shape, LayerCosts] = {}
         self.considered = self.may_fit = 0
 
-    def best(self, wishes: Mapping[str, tuple[object, ...]], rows: int, run: _Runner) -> list[_Found]:
+    @property
+    def title(self) -> str:
+        subject, bounds = self._subject, self._bounds
+        return (
+            f"{subject.name}, {figure(subject.parameters / 1e9)} B parameters · {bounds.world:,} × "
+            f"{self._where.hardware.title} · {bounds.batch:,} sequences of {bounds.length:,} tokens a step"
+        )
+
+    def rows(
+        self, wishes: Mapping[str, tuple[object, ...]], most: int, whole: int, dollars: float | None, run: _Runner
+    ) -> list[SplitRow]:
+        """At most so many splits, by rising time. The first `whole` of those without a pipeline, of which FSDP2 shards
+        the parameters, are metered whole."""
+        composed = [self._row(each, dollars) for each in self._best(wishes, most, run)]
+        chosen = [row for row in composed if row.split.pp == 1 and row.split.shards > 1][:whole]
+        metered = partial(meter_whole, self._subject, self._where, usable_bytes=self._usable)
+        found = run(metered, [(row.split, row.microbatches) for row in chosen])
+        of_split = dict(zip((row.split for row in chosen), found, strict=True))
+        shown = [_as_whole(row, of_split[row.split]) if row.split in of_split else row for row in composed]
+        return sorted(shown, key=lambda row: row.seconds)
+
+    def _best(self, wishes: Mapping[str, tuple[object, ...]], rows: int, run: _Runner) -> list[_Found]:
         """The fastest splits that fit, else those that need the least memory."""
         candidates = list(splits(self._bounds, wishes))
         self.considered = len(candidates)
@@ -192,7 +210,7 @@ class _Search:
         parts = [costs.before, *(costs.layers[kind] for kind in self._subject.kinds), costs.after]
         return sum(part.forward.model_flops + part.backward.model_flops for part in parts)
 
-    def row(self, found: _Found, dollars: float | None) -> SplitRow:
+    def _row(self, found: _Found, dollars: float | None) -> SplitRow:
         split, step, memory = found
         peak = self._where.hardware.contraction_peak("bf16").flop_per_s * self._bounds.world
         return SplitRow(
@@ -210,10 +228,6 @@ class _Search:
             fits=None if self._usable is None else self.may_fit > 0,
             dollars_per_gpu_hour=dollars,
         )
-
-    def whole(self, rows: list[SplitRow], run: _Runner) -> list[Whole]:
-        metered = partial(meter_whole, self._subject, self._where, usable_bytes=self._usable)
-        return run(metered, [(row.split, row.microbatches) for row in rows])
 
     def notes(self) -> list[str]:
         found = [note for costs in self.costs.values() for note in costs.notes]
@@ -238,13 +252,6 @@ def _fastest(works: list[SplitWork], rows: int, usable_bytes: int | None) -> lis
         if alike not in best or this.step.seconds < best[alike].step.seconds:
             best[alike] = this
     return sorted(best.values(), key=lambda each: each.step.seconds)[:rows]
-
-
-def _metered(search: _Search, rows: list[SplitRow], whole: int, run: _Runner) -> list[SplitRow]:
-    """With the first of those without a pipeline metered whole, of which FSDP2 shards the parameters."""
-    chosen = [row for row in rows if row.split.pp == 1 and row.split.shards > 1][:whole]
-    results = dict(zip((row.split for row in chosen), search.whole(chosen, run), strict=True))
-    return [_as_whole(row, results[row.split]) if row.split in results else row for row in rows]
 
 
 def _as_whole(row: SplitRow, found: Whole) -> SplitRow:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flopmeter.ask.checks import check_share, check_whole
@@ -103,50 +103,57 @@ def links_of(plan: ServingPlan, device: Hardware, prefill: StepCost, decode: Ste
 def notes_of(
     plan: ServingPlan, own: StepModel, draft: StepModel | None, devices: Sequence[Hardware], links: Sequence[str]
 ) -> tuple[str, ...]:
-    notes = [
-        "steps are metered, the queue on top is arithmetic; left out: the framework's scheduler, tokenisation, network,"
-        " and sampling beyond the most likely token"
-    ]
     chunks = "prefill stops decoding" if plan.chunk is None else f"prompts in chunks of {plan.chunk} tokens"
-    notes.append("GPUs of their own for prefill" if plan.is_disaggregated else chunks)
-    notes += links
+    return (
+        "steps are metered, the queue on top is arithmetic; left out: the framework's scheduler, tokenisation, network,"
+        " and sampling beyond the most likely token",
+        "GPUs of their own for prefill" if plan.is_disaggregated else chunks,
+        *links,
+        *_of_model(own),
+        *_of_requests(plan, own.decoder, draft),
+        *_of_weights(own, devices),
+    )
+
+
+def _of_model(own: StepModel) -> Iterator[str]:
     if own.decoder.part_of:
-        notes.append(f"the language model of {own.decoder.part_of} alone: what it has for images or sound is left out")
+        yield f"the language model of {own.decoder.part_of} alone: what it has for images or sound is left out"
     if picks := getattr(own.decoder.config, "num_experts_per_tok", None):
-        notes.append(f"each token picks {counted(picks, 'expert')} of a layer; assumed: routing={own.routing!r}")
+        yield f"each token picks {counted(picks, 'expert')} of a layer; assumed: routing={own.routing!r}"
     if states := own.decoder.state_bytes:
-        notes.append(
+        yield (
             f"{with_prefix(states, 'B')} of a request's cache are states of linear attention, in fp32; none of their"
             " kernels was measured"
         )
-    positions = getattr(own.decoder.config, "max_position_embeddings", None)
+
+
+def _of_requests(plan: ServingPlan, own: Decoder, draft: StepModel | None) -> Iterator[str]:
+    positions = getattr(own.config, "max_position_embeddings", None)
     if positions and plan.prompt + plan.output > positions:
-        notes.append(
-            f"the config has {positions} positions: requests of {plan.prompt} + {plan.output} tokens need more"
-        )
+        yield f"the config has {positions} positions: requests of {plan.prompt} + {plan.output} tokens need more"
     if plan.prefix:
-        held = "held once for all requests" if own.decoder.cache == "paged" else "which each request holds for itself"
-        notes.append(f"{plan.cached} of {plan.prompt} tokens of each prompt are in the cache, {held}")
+        held = "held once for all requests" if own.cache == "paged" else "which each request holds for itself"
+        yield f"{plan.cached} of {plan.prompt} tokens of each prompt are in the cache, {held}"
     if draft is not None:
         tokens = expected_tokens(plan.draft_tokens, plan.acceptance)
-        notes.append(
+        yield (
             f"{draft.decoder.title} drafts {plan.draft_tokens} tokens, each accepted with {plan.acceptance:g}:"
             f" {figure(tokens)} tokens a step"
         )
+
+
+def _of_weights(own: StepModel, devices: Sequence[Hardware]) -> Iterator[str]:
     published = quantised(own.decoder.config)
-    chosen = published.format_of(own.weights)
     if published.weights:
         so = "" if published.weights == own.weights else f": weights={published.weights!r} serves it so"
-        notes.append(f"by its config the model was published in {published.weights}{so}")
+        yield f"by its config the model was published in {published.weights}{so}"
+    chosen = published.format_of(own.weights)
     if own.weights != "bf16":
         kept = ", ".join(name for name in published.kept if name != HEAD)
-        notes.append(
+        yield (
             f"weights in {own.weights}: {figure(chosen.bits)} bits; {chosen.what}; lm_head as it is"
             + (f", and by the config {kept}" if kept else "")
         )
-    if product := chosen.product:
-        lack = [device.name for device in devices if not has_product(device, product)]
-        notes += (
-            [f"no products in {product} on {', '.join(lack)}: weights are unpacked in bf16 products"] if lack else []
-        )
-    return tuple(notes)
+    lack = [device.name for device in devices if chosen.product and not has_product(device, chosen.product)]
+    if lack:
+        yield f"no products in {chosen.product} on {', '.join(lack)}: weights are unpacked in bf16 products"
