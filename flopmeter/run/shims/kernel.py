@@ -1,4 +1,5 @@
-"""Operators of flopmeter's own for kernels of packages that are not there: a schema, shapes and a cost."""
+"""What the shims share: operators of flopmeter's own for kernels of packages that are not there (a schema, shapes and a
+cost), and functions by their names."""
 
 from __future__ import annotations
 
@@ -11,3 +12,8 @@ from flopmeter.costs.custom import CustomRule, operator_with_cost
 def kernel(name: str, cost: CustomRule, mutates: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: an operator `flopmeter_shims::name`."""
     return operator_with_cost(f"flopmeter_shims::{name}", cost, mutates)
+
+
+def named(*values: Any) -> dict[str, Any]:
+    """Functions and classes by their own names."""
+    return {each.__name__: each for each in values}

@@ -24,10 +24,8 @@ CHUNK = 2048  # steps (csrc/selective_scan/selective_scan.cpp)
 # Operations a state. Backward: a, its exponential and the state again 5; dx = C dy + a dx' 3; the gradients of C, B,
 # delta u, a (twice), A and delta, a product and a sum each.
 SCAN, SCAN_BACKWARD = 7, 5 + 3 + 6 * 2
-SOFTPLUS, SOFTPLUS_BACKWARD = (
-    3,
-    3,
-)  # log(1 + exp(x)); its gradient times 1 / (1 + exp(-x)) is one more than a sigmoid's 2
+# log(1 + exp(x)); its gradient times 1 / (1 + exp(-x)) is one more than a sigmoid's 2.
+SOFTPLUS, SOFTPLUS_BACKWARD = 3, 3
 
 
 def _options(call: Call) -> tuple[int, int, int]:
@@ -89,10 +87,8 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of u, delta, A, B, C, D, z, delta_bias; those that many blocks add to are fp32."""
     as_float = [each.new_empty(each.shape, dtype=torch.float32) for each in (A, B, C)]
-    per_channel = [torch.empty_like(D) if D is not None else u.new_empty(0)]
-    gate = torch.empty_like(z) if z is not None else u.new_empty(0)
-    bias = torch.empty_like(delta_bias) if delta_bias is not None else u.new_empty(0)
-    return [torch.empty_like(u), torch.empty_like(delta), *as_float, *per_channel, gate, bias]
+    of_options = (u.new_empty(0) if each is None else torch.empty_like(each) for each in (D, z, delta_bias))
+    return [torch.empty_like(u), torch.empty_like(delta), *as_float, *of_options]
 
 
 class _SelectiveScan(torch.autograd.Function):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flopmeter.run.shims.flash_attn.attention import flash_attn_varlen_func
+from flopmeter.run.shims.kernel import named
 
 
 class AttentionBias:
@@ -122,8 +123,7 @@ class AttentionOpBase:
     """What names a kernel (`op=`). Which one runs follows from types and masks all the same."""
 
 
-MemoryEfficientAttentionCutlassOp = MemoryEfficientAttentionFlashAttentionOp = (AttentionOpBase, AttentionOpBase)
-MemoryEfficientAttentionCutlassFwdFlashBwOp = (AttentionOpBase, AttentionOpBase)
+_NAME_OF_KERNEL = (AttentionOpBase, AttentionOpBase)  # forward and backward
 
 
 def unbind(x: Tensor, dim: int) -> tuple[Tensor, ...]:
@@ -211,32 +211,22 @@ def step() -> None:
     """xformers.profiler.step"""
 
 
-_BIASES = {
-    "AttentionBias": AttentionBias,
-    "LowerTriangularMask": LowerTriangularMask,
-    "BlockDiagonalMask": BlockDiagonalMask,
-    "BlockDiagonalCausalMask": BlockDiagonalCausalMask,
-}
+_BIASES = named(AttentionBias, LowerTriangularMask, BlockDiagonalMask, BlockDiagonalCausalMask)
 _PROFILER: dict[str, Any] = {
     "profile": _NoProfiler,
     "step": step,
     **dict.fromkeys(("MemSnapshotsProfiler", "PyTorchProfiler", "NsightProfiler"), _NoProfiler),
 }
 _OPS: dict[str, Any] = {
-    "memory_efficient_attention": memory_efficient_attention,
-    "memory_efficient_attention_forward": memory_efficient_attention,
     **_BIASES,
+    **named(memory_efficient_attention, AttentionOpBase, unbind, masked_matmul, index_select_cat, scaled_index_add),
+    **named(swiglu),
+    "memory_efficient_attention_forward": memory_efficient_attention,
     "AttentionMask": AttentionBias,
     "AttentionOp": tuple,
-    "AttentionOpBase": AttentionOpBase,
-    "MemoryEfficientAttentionCutlassOp": MemoryEfficientAttentionCutlassOp,
-    "MemoryEfficientAttentionFlashAttentionOp": MemoryEfficientAttentionFlashAttentionOp,
-    "MemoryEfficientAttentionCutlassFwdFlashBwOp": MemoryEfficientAttentionCutlassFwdFlashBwOp,
-    "unbind": unbind,
-    "masked_matmul": masked_matmul,
-    "index_select_cat": index_select_cat,
-    "scaled_index_add": scaled_index_add,
-    "swiglu": swiglu,
+    "MemoryEfficientAttentionCutlassOp": _NAME_OF_KERNEL,
+    "MemoryEfficientAttentionFlashAttentionOp": _NAME_OF_KERNEL,
+    "MemoryEfficientAttentionCutlassFwdFlashBwOp": _NAME_OF_KERNEL,
     "SwiGLU": PackedSwiGLU,
     "RMSNorm": XformersRMSNorm,
 }

@@ -8,20 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from flopmeter.run.shims.flash_attn import attention, benchmarks, norms, padding, rotary
+from flopmeter.run.shims.kernel import named
 
-
-def _named(*values: Any) -> dict[str, Any]:
-    return {each.__name__: each for each in values}
-
-
-_ROTARY = _named(
+_ROTARY = named(
     rotary.apply_rotary_emb, rotary.apply_rotary_emb_qkv_, rotary.apply_rotary_emb_kv_, rotary.RotaryEmbedding
 )  # fmt: skip
-_NORMS = _named(norms.layer_norm_fn, norms.rms_norm_fn, norms.RMSNorm)
+_NORMS = named(norms.layer_norm_fn, norms.rms_norm_fn, norms.RMSNorm)
 
 MODULES: dict[str, dict[str, Any]] = {
     "flash_attn": {"__version__": "2.8.3", **attention.FUNCTIONS},
-    "flash_attn.bert_padding": _named(
+    "flash_attn.bert_padding": named(
         padding.unpad_input, padding.pad_input, padding.index_first_axis, padding.index_put_first_axis,
         padding.rearrange, padding.repeat,
     ),
@@ -29,23 +25,23 @@ MODULES: dict[str, dict[str, Any]] = {
     "flash_attn.layers": {},
     "flash_attn.layers.rotary": {**_ROTARY, "apply_rotary_emb_func": rotary.apply_rotary_emb},
     "flash_attn.losses": {},
-    "flash_attn.losses.cross_entropy": _named(norms.CrossEntropyLoss),
+    "flash_attn.losses.cross_entropy": named(norms.CrossEntropyLoss),
     "flash_attn.modules": {},
     "flash_attn.modules.mha": {
         **attention.FUNCTIONS,
-        **_named(attention.FlashSelfAttention, attention.FlashCrossAttention),
+        **named(attention.FlashSelfAttention, attention.FlashCrossAttention),
     },
     "flash_attn.ops": {},
-    "flash_attn.ops.activations": _named(norms.swiglu, norms.bias_gelu_impl, norms.fast_gelu_impl),
-    "flash_attn.ops.fused_dense": _named(norms.FusedDense, norms.fused_dense_func),
-    "flash_attn.ops.layer_norm": _named(norms.layer_norm, norms.dropout_add_layer_norm),
-    "flash_attn.ops.rms_norm": _named(norms.rms_norm, norms.dropout_add_rms_norm, norms.RMSNorm),
+    "flash_attn.ops.activations": named(norms.swiglu, norms.bias_gelu_impl, norms.fast_gelu_impl),
+    "flash_attn.ops.fused_dense": named(norms.FusedDense, norms.fused_dense_func),
+    "flash_attn.ops.layer_norm": named(norms.layer_norm, norms.dropout_add_layer_norm),
+    "flash_attn.ops.rms_norm": named(norms.rms_norm, norms.dropout_add_rms_norm, norms.RMSNorm),
     "flash_attn.ops.triton": {},
-    "flash_attn.ops.triton.cross_entropy": _named(norms.cross_entropy_loss),
+    "flash_attn.ops.triton.cross_entropy": named(norms.cross_entropy_loss),
     "flash_attn.ops.triton.layer_norm": _NORMS,
-    "flash_attn.ops.triton.rotary": _named(rotary.apply_rotary),
+    "flash_attn.ops.triton.rotary": named(rotary.apply_rotary),
     "flash_attn.utils": {},
-    "flash_attn.utils.benchmark": _named(
+    "flash_attn.utils.benchmark": named(
         benchmarks.benchmark_forward, benchmarks.benchmark_backward, benchmarks.benchmark_combined,
         benchmarks.benchmark_fwd_bwd, benchmarks.benchmark_all,
     ),

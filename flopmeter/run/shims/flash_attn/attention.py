@@ -20,7 +20,7 @@ from flopmeter.known_values.entry_points import open_ones
 from flopmeter.known_values.values import no_modes
 from flopmeter.records import Call, Cost, Region
 from flopmeter.run.shims.flash_attn.refusals import refuse
-from flopmeter.run.shims.kernel import kernel
+from flopmeter.run.shims.kernel import kernel, named
 from flopmeter.torch_names.operators import aten
 
 NO_WINDOW = (-1, -1)
@@ -245,12 +245,7 @@ class FlashCrossAttention(FlashSelfAttention):
         )
 
 
-FUNCTIONS = {
-    "flash_attn_func": flash_attn_func,
-    "flash_attn_qkvpacked_func": flash_attn_qkvpacked_func,
-    "flash_attn_kvpacked_func": flash_attn_kvpacked_func,
-    "flash_attn_varlen_func": flash_attn_varlen_func,
-    "flash_attn_varlen_qkvpacked_func": flash_attn_varlen_qkvpacked_func,
-    "flash_attn_varlen_kvpacked_func": flash_attn_varlen_kvpacked_func,
-    "flash_attn_with_kvcache": flash_attn_with_kvcache,
-}
+FUNCTIONS = named(
+    flash_attn_func, flash_attn_qkvpacked_func, flash_attn_kvpacked_func, flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func, flash_attn_varlen_kvpacked_func, flash_attn_with_kvcache,
+)  # fmt: skip

@@ -45,42 +45,34 @@ def apply_rotary_emb(
     """
     _refuse_lengths(options.get("seqlen_offsets", 0))
     refuse(options, "cu_seqlens")
-    out: Tensor = _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    out = _turn(x, cos, sin)
     return x.copy_(out) if inplace and not torch.is_grad_enabled() else out
 
 
 class _RotaryWithin(torch.autograd.Function):
-    """Turns a part of a tensor in place, and its gradient: one kernel each way, which touches that part alone."""
+    """Turns a part of what lies side by side in place, and its gradient: one kernel each way, which touches that part
+    alone."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, part: slice, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.part = part
         ctx.save_for_backward(cos, sin)
-        _Rotary.apply(packed[:, :, part].flatten(2, 3), cos, sin)  # type: ignore[no-untyped-call]
+        _turn(packed[:, :, part].flatten(2, -2), cos, sin)
         ctx.mark_dirty(packed)
         return packed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        _Rotary.apply(grad[:, :, ctx.part].flatten(2, 3), *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        _turn(grad[:, :, ctx.part].flatten(2, -2), *ctx.saved_tensors)
         return grad, None, None, None
 
 
-class _RotaryOfHeads(torch.autograd.Function):
-    """Turns the first heads of q, k and v that lie side by side, in place."""
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.heads = heads
-        ctx.save_for_backward(cos, sin)
-        _Rotary.apply(packed[:, :, :heads], cos, sin)  # type: ignore[no-untyped-call]
-        ctx.mark_dirty(packed)
-        return packed
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        _Rotary.apply(grad[:, :, : ctx.heads], *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-        return grad, None, None, None
+def _turn_within(packed: Tensor, part: slice, cos: Any, sin: Any) -> Tensor:
+    return _RotaryWithin.apply(packed, part, cos, sin)  # type: ignore[no-untyped-call]
 
 
 def apply_rotary_emb_qkv_(
@@ -97,14 +89,13 @@ def apply_rotary_emb_qkv_(
     length, heads of q, k and v, head size]. With tables of its own k is turned by a kernel of its own."""
     _refuse_lengths(seqlen_offsets)
     if qkv.ndim == 5 and cos_k is None:
-        return _RotaryWithin.apply(qkv, slice(0, 2), cos, sin)  # type: ignore[no-untyped-call]
+        return _turn_within(qkv, slice(0, 2), cos, sin)
     if qkv.ndim == 5:
-        _RotaryWithin.apply(qkv, slice(0, 1), cos, sin)  # type: ignore[no-untyped-call]
-        return _RotaryWithin.apply(qkv, slice(1, 2), cos_k, sin_k)  # type: ignore[no-untyped-call]
+        return _turn_within(_turn_within(qkv, slice(0, 1), cos, sin), slice(1, 2), cos_k, sin_k)
     if num_heads_q is None:
         raise ValueError("qkv of four dimensions needs num_heads_q")
     of_keys = (qkv.shape[2] - num_heads_q) // 2
-    return _RotaryOfHeads.apply(qkv, num_heads_q + of_keys, cos, sin)  # type: ignore[no-untyped-call]
+    return _turn_within(qkv, slice(0, num_heads_q + of_keys), cos, sin)
 
 
 def apply_rotary_emb_kv_(
@@ -112,7 +103,7 @@ def apply_rotary_emb_kv_(
 ) -> Tensor:
     """In place, of k: `kv` is [batch, length, 2, heads, head size]."""
     _refuse_lengths(seqlen_offsets)
-    return _RotaryWithin.apply(kv, slice(0, 1), cos, sin)  # type: ignore[no-untyped-call]
+    return _turn_within(kv, slice(0, 1), cos, sin)
 
 
 def apply_rotary(
@@ -171,6 +162,6 @@ class RotaryEmbedding(torch.nn.Module):
         self._update_cos_sin_cache(max_seqlen or qkv.shape[1], qkv.device, qkv.dtype)
         tables = self._cos_cached, self._sin_cached
         if kv is None:
-            return _RotaryWithin.apply(qkv, slice(0, 2), *tables)  # type: ignore[no-untyped-call]
+            return _turn_within(qkv, slice(0, 2), *tables)
         turned = apply_rotary_emb(qkv, *tables, interleaved=self.interleaved)  # type: ignore[arg-type]
-        return turned, _RotaryWithin.apply(kv, slice(0, 1), *tables)  # type: ignore[no-untyped-call]
+        return turned, _turn_within(kv, slice(0, 1), *tables)
