@@ -18,6 +18,7 @@ from flopmeter.measured.result import NO_KERNEL, Check, CheckRow, UnpricedRow
 from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Clocks, Cost, HostCopy, Switches
 from flopmeter.report.quantities import in_ms
+from flopmeter.report.rows import shapes_of
 from flopmeter.timing.energy import PowerLaws
 from flopmeter.timing.floors import least_seconds
 from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel, as_found_by, legacy_mma_share, named
@@ -321,8 +322,7 @@ def _priced(
 ) -> _Prediction:
     """`ran`: the kernel of a library; the floor is that of the device with any."""
     name, device = _short(event.name), prices.device
-    inputs = calls[0].inputs if calls else ()
-    shapes = " ".join(str(list(spec.shape)).replace(" ", "") for spec in inputs[:4]) + " …" * (len(inputs) > 4)
+    shapes = shapes_of(calls[0].inputs if calls else ())
     host = device.host if device.is_cpu else None  # for a GPU only the device's time is compared
     if not costs:
         dispatch = host.before_op_seconds(views=1, module_calls=0) if host else 0.0

@@ -36,7 +36,7 @@ class Ran(NamedTuple):
         if len(alike) > MOST_INPUTS:
             shown.append(f"{len(self.inputs) - sum(list(alike.values())[:MOST_INPUTS])} more")
         steps = f" · {self.steps} steps of an optimizer" if self.steps > 1 else ""
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        versions = ", ".join(self._versions())
         return f"ran: {self.program} · inputs: {', '.join(shown) or 'none'}{steps} · {versions} · {self.date}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -44,8 +44,10 @@ class Ran(NamedTuple):
 
     def flat(self) -> dict[str, Any]:
         """Each fact as one text, for the rows of a table."""
-        versions = "; ".join(f"{name} {version}" for name, version in self.versions.items())
-        return {**self._asdict(), "inputs": "; ".join(self.inputs), "versions": versions}
+        return {**self._asdict(), "inputs": "; ".join(self.inputs), "versions": "; ".join(self._versions())}
+
+    def _versions(self) -> list[str]:
+        return [f"{name} {version}" for name, version in self.versions.items()]
 
 
 NOT_SAID = Ran("not said", (), 0, "", {}, "")

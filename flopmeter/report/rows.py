@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from flopmeter.records import OP_CLASSES, Cost, Kernel, Regime, Timing
+from flopmeter.records import OP_CLASSES, Cost, Kernel, Regime, TensorSpec, Timing
 
 By = Literal["class", "op", "module", "phase", "kernel"]
 """What callers write: the keys of `GROUPINGS`."""
@@ -60,10 +60,13 @@ class RowTotals:
 
 def _kernel(kernel: Kernel) -> tuple[str]:
     """The op, its class where it launches several kernels, and the shapes that it reads."""
-    call = kernel.ops[0].call
-    shapes = " ".join(str(list(spec.shape)).replace(" ", "") for spec in call.inputs[:4])
-    more = " …" if len(call.inputs) > 4 else ""
-    return (f"{kernel.cost.name} ({kernel.cost.op_class}) {shapes}{more} {kernel.cost.dtype}",)
+    cost = kernel.cost
+    return (f"{cost.name} ({cost.op_class}) {shapes_of(kernel.op.call.inputs)} {cost.dtype}",)
+
+
+def shapes_of(specs: Sequence[TensorSpec]) -> str:
+    """Of the first four: '[8,64] [64,64] …'."""
+    return " ".join(str(list(spec.shape)).replace(" ", "") for spec in specs[:4]) + " …" * (len(specs) > 4)
 
 
 OUTSIDE = "(outside of modules)"

@@ -54,7 +54,7 @@ def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Ha
         if not _is_first_of_resnet(shape, implicit, cost.dtype):
             pixels = _by_pixels(shape, implicit, item_bytes, hardware)
             busy = busy._replace(work_seconds=max(busy.work_seconds, pixels))
-    return busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=busy.work_seconds + extra)
+    return busy.with_traffic(extra)
 
 
 def _computing(busy: Busy, seconds: float) -> Busy:
@@ -259,5 +259,4 @@ def _winograd(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: R
     read = one_number * shape.channels * (patches + implicit.n)
     written = one_number * patches * implicit.n
     busy = price_matmul(inner, MatmulBytes(read + written, written, moved.item_bytes), rates)
-    transforms = (moved.memory_bytes + read + written) / rates.bytes_per_s
-    return busy._replace(memory_seconds=busy.memory_seconds + transforms, work_seconds=busy.work_seconds + transforms)
+    return busy.with_traffic((moved.memory_bytes + read + written) / rates.bytes_per_s)

@@ -23,6 +23,7 @@ from flopmeter.timing import constants
 from flopmeter.timing.attention import flop_energy
 from flopmeter.timing.concurrency import Party
 from flopmeter.timing.convolution import suits_winograd
+from flopmeter.timing.floors import peak_of
 from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel
 from flopmeter.timing.kernels import Price
 from flopmeter.timing.timeline import ClockOf, KernelPrices, Launched, LaunchPrices, time_kernels, time_ranks
@@ -180,7 +181,7 @@ def energy(cost: Cost, hardware: Hardware, switches: Switches) -> Energy:
     """The energy of one kernel, without that of links and copy engines."""
     arithmetic = 0.0
     if cost.macs:
-        peak = hardware.contraction_peak(switches.matmul_dtype(cost), fp16_accumulate=switches.fp16_accumulate)
+        peak = peak_of(cost, hardware, switches)
         done: float = 2 * cost.macs - cost.masked_flops
         work = cost.work if peak.unit == "vector" else None
         if isinstance(work, ConvolutionWork) and suits_winograd(work.shape, work.implicit):

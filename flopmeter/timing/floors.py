@@ -16,11 +16,15 @@ def least_seconds(cost: Cost, device: Hardware, switches: Switches) -> float:
         parts = [cost.link_bytes / (device.host_link_bytes_per_s or DEFAULT_LINK_BYTES_PER_S)]
     matmul_flops, other_flops = 2 * cost.macs, cost.flops - 2 * cost.macs
     if matmul_flops:
-        peak = device.contraction_peak(switches.matmul_dtype(cost), fp16_accumulate=switches.fp16_accumulate)
-        parts.append((matmul_flops - cost.masked_flops) / _best_rate(peak))
+        parts.append((matmul_flops - cost.masked_flops) / _best_rate(peak_of(cost, device, switches)))
     if other_flops > 0:
         parts.append(other_flops / _best_rate(device.vector_peak(cost.dtype)))
     return max(parts)
+
+
+def peak_of(cost: Cost, device: Hardware, switches: Switches) -> Peak:
+    """Of the unit that runs its products."""
+    return device.contraction_peak(switches.matmul_dtype(cost), fp16_accumulate=switches.fp16_accumulate)
 
 
 def _best_rate(peak: Peak) -> float:

@@ -209,9 +209,8 @@ def _convolution(
 
 def _padded(cost: Cost, work: MatmulWork, moved: MatmulBytes, rates: Rates) -> Busy:
     """The time on copies with aligned rows, which compiled code may make."""
-    copies = 2 * cost.bytes_read / rates.bytes_per_s  # read, and written
     padded, _ = _sum_of_matmuls(work, moved, rates)
-    return padded._replace(memory_seconds=padded.memory_seconds + copies, work_seconds=padded.work_seconds + copies)
+    return padded.with_traffic(2 * cost.bytes_read / rates.bytes_per_s)  # read, and written
 
 
 def _sum_of_matmuls(work: MatmulWork, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:

@@ -80,6 +80,10 @@ class Busy(NamedTuple):
             max(self.sms, other.sms),
         )
 
+    def with_traffic(self, seconds: float) -> Busy:
+        """And so much memory traffic of other kernels, before or after it."""
+        return self._replace(memory_seconds=self.memory_seconds + seconds, work_seconds=self.work_seconds + seconds)
+
 
 class _Tile(NamedTuple):
     """Of a tile."""

@@ -37,10 +37,9 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
     if not any(op.module for op in trace.ops):  # a solver on one matrix has no batch
         return
     grows = depends_on_inputs(trace)
-    held = report.memory.at_peak
-    fixed = sum(size for name, size in held.items() if name in _OF_WEIGHTS)
-    fixed = max(fixed, fixed + report.memory.steady_peak_bytes - report.memory.peak_bytes)
-    growing = report.memory.peak_bytes - sum(size for name, size in held.items() if name in _OF_WEIGHTS)
+    held = sum(size for name, size in report.memory.at_peak.items() if name in _OF_WEIGHTS)
+    fixed = max(held, held + report.memory.steady_peak_bytes - report.memory.peak_bytes)
+    growing = report.memory.peak_bytes - held
     best, times, then = report.seconds, 1, report
     while times < MOST_TIMES and fixed + 2 * times * growing <= usable:
         run = _if_priced(report, scaled(trace, grows, 2 * times))

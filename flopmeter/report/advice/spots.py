@@ -19,7 +19,6 @@ from flopmeter.records import (
     MatmulWork,
     Op,
     RecurrentWork,
-    Switches,
     Timing,
     VectorWork,
 )
@@ -31,7 +30,7 @@ from flopmeter.report.rows import OUTSIDE
 from flopmeter.report.wins import WAITS, WAITS_FOR_LINK, HotSpot
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import miss_share
-from flopmeter.timing.floors import least_seconds
+from flopmeter.timing.floors import least_seconds, peak_of
 from flopmeter.timing.matmul import tile_count
 
 MOST_PLACES = 2  # modules that a row names
@@ -91,10 +90,6 @@ def floor_of(group: Iterable[Timed], report: Report) -> float:
     return total
 
 
-def _peak(cost: Cost, device: Hardware, switches: Switches) -> Peak:
-    return device.contraction_peak(switches.matmul_dtype(cost), fp16_accumulate=switches.fp16_accumulate)
-
-
 def modules_and_lines(kernels: Iterable[Kernel]) -> str:
     return modules_and_lines_of(kernel.op for kernel in kernels)
 
@@ -152,7 +147,7 @@ def _furthest_above(group: list[Timed], report: Report) -> Timed:
 
 
 def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
-    device, peak = report.hardware, _peak(cost, report.hardware, report.switches)
+    device, peak = report.hardware, peak_of(cost, report.hardware, report.switches)
     if _is_turned(cost, peak) and (not timing.is_compute or item_bytes_of(cost.dtype) <= 2):
         return "the layout is NCHW, which matrix units take by way of copies"
     if not timing.is_compute:

@@ -210,17 +210,17 @@ class FlashSelfAttention(torch.nn.Module):
         self.options = {"softmax_scale": softmax_scale, **options}
 
     def forward(
-        self,
-        qkv: Tensor,
-        causal: bool | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
+        self, qkv: Tensor, causal: bool | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Tensor:
-        options = {**self.options, "causal": self.causal if causal is None else causal}
-        dropout = self.drop.p if self.training else 0.0
+        dropout, options = self._chosen(causal)
         if cu_seqlens is None or max_seqlen is None:
             return flash_attn_qkvpacked_func(qkv, dropout, **options)
         return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout, **options)
+
+    def _chosen(self, causal: bool | None) -> tuple[float, dict[str, Any]]:
+        """Dropout and the other options of a call."""
+        options = {**self.options, "causal": self.causal if causal is None else causal}
+        return self.drop.p if self.training else 0.0, options
 
 
 class FlashCrossAttention(FlashSelfAttention):
@@ -236,8 +236,7 @@ class FlashCrossAttention(FlashSelfAttention):
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | None = None,
     ) -> Tensor:
-        options = {**self.options, "causal": self.causal if causal is None else causal}
-        dropout = self.drop.p if self.training else 0.0
+        dropout, options = self._chosen(causal)
         if cu_seqlens is None:
             return flash_attn_kvpacked_func(q, kv, dropout, **options)
         return flash_attn_varlen_kvpacked_func(
