@@ -323,9 +323,7 @@ TORCH_2_11 = Rules(
 TORCH_2_12 = replace(TORCH_2_11, cudnn_version=92000, cudnn=(*TORCH_2_11.cudnn, dropout_in_sixteenths))
 
 TORCH_2_13 = replace(
-    TORCH_2_12,
-    efficient=(*TORCH_2_12.efficient, aligned_offsets),
-    cudnn=(*TORCH_2_12.cudnn, grid_of_at_most_65535),
+    TORCH_2_12, efficient=(*TORCH_2_12.efficient, aligned_offsets), cudnn=(*TORCH_2_12.cudnn, grid_of_at_most_65535)
 )
 
 

@@ -20,11 +20,7 @@ from flopmeter.as_cuda.attention_rules import CUDNN, EFFICIENT, FLASH, Operand, 
 from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.torch_names import dispatcher, private
 
-ASKED = {
-    FLASH: private.JAGGED_FLASH,
-    EFFICIENT: private.JAGGED_EFFICIENT,
-    CUDNN: private.JAGGED_CUDNN,
-}
+ASKED = {FLASH: private.JAGGED_FLASH, EFFICIENT: private.JAGGED_EFFICIENT, CUDNN: private.JAGGED_CUDNN}
 
 
 def install(scope: Emulation) -> None:

@@ -148,7 +148,7 @@ def _lines(example: FlopMeter) -> Iterator[str]:
         inputs = ", ".join(f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}" for spec in op.call.inputs)
         outputs = ", ".join(str(list(spec.shape)) for spec in op.call.outputs)
         yield f"  {op.call.name}({inputs}) -> {outputs or 'nothing'}"
-        own = [kernel.cost for kernel in kernels if kernel.ops[0] is op]
+        own = [kernel.cost for kernel in kernels if kernel.op is op]
         for cost in own:
             yield from _cost(cost)
         if not own:

@@ -11,17 +11,7 @@ from flopmeter.ask.counting import count
 from flopmeter.ask.largest_batch import MOST_TRIED, largest_batch
 from flopmeter.ask.sweep import sweep
 from flopmeter.ask.sweep_curve import sweep_curve
-from flopmeter.cli.command import (
-    Command,
-    add_device,
-    add_format,
-    add_mode,
-    device_list,
-    number,
-    numbers,
-    show,
-    writing,
-)
+from flopmeter.cli.command import Command, add_device, add_format, add_mode, device_list, number, numbers, show, writing
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.target_options import (
     TARGETS,

@@ -11,15 +11,7 @@ from flopmeter.compiler.plan import compiled_kernel
 from flopmeter.costs import make_cost
 from flopmeter.costs.fused import flops_of, slowest_class, walk_of
 from flopmeter.costs.rules import rule
-from flopmeter.records import (
-    MOVEMENT,
-    UNCOUNTED,
-    Call,
-    CompiledKernel,
-    Cost,
-    Reread,
-    VectorWork,
-)
+from flopmeter.records import MOVEMENT, UNCOUNTED, Call, CompiledKernel, Cost, Reread, VectorWork
 
 
 @rule(compiled_kernel)

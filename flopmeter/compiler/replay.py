@@ -80,13 +80,7 @@ class Replay:
                 module = ".".join(filter(None, (root, main.module if main else "")))
                 is_again = step.kernel is not None and _is_recomputation(step.kernel.origins)
                 recorder.launch(
-                    launched,
-                    present,
-                    module,
-                    "recompute" if is_again else phase,
-                    sources.of(main),
-                    call,
-                    written,
+                    launched, present, module, "recompute" if is_again else phase, sources.of(main), call, written
                 )
             born.clear()
             for name in step.frees:

@@ -9,14 +9,4 @@ from flopmeter.measured.comparison import check
 from flopmeter.measured.kineto import ProfileError
 from flopmeter.measured.result import Check, CheckRow
 
-__all__ = [
-    "CLOCKS",
-    "Check",
-    "CheckRow",
-    "Clock",
-    "DeviceType",
-    "ProfileError",
-    "as_yaml",
-    "calibrate",
-    "check",
-]
+__all__ = ["CLOCKS", "Check", "CheckRow", "Clock", "DeviceType", "ProfileError", "as_yaml", "calibrate", "check"]

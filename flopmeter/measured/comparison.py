@@ -38,12 +38,7 @@ _OUTSIDE = "launched outside of any op: compiled code, a replayed graph, a libra
 _NOT_SENT = "the trace holds no call that launched it"
 
 
-def check(
-    path: str | os.PathLike[str],
-    hardware: AnyHardware | None = None,
-    *,
-    clocks: Clocks | None = None,
-) -> Check:
+def check(path: str | os.PathLike[str], hardware: AnyHardware | None = None, *, clocks: Clocks | None = None) -> Check:
     """Compare a Chrome trace of torch.profiler, recorded with record_shapes=True, with the prediction for `hardware`.
 
     hardware: a name, a path or a Hardware; by default the device that the trace names. A trace of a CPU names none;

@@ -162,7 +162,7 @@ def _names(report: Report, tracks: list[Track]) -> Iterator[Event]:
 
 
 def _kernel(kernel: Kernel, timing: Timing, number: int, track: Track) -> Slice:
-    cost, op = kernel.cost, kernel.ops[0]
+    cost, op = kernel.cost, kernel.op
     args = {
         "External id": number,
         "device": 0,
@@ -202,7 +202,7 @@ def _launches(report: Report) -> list[Slice]:
             slices.append(slices[-1])
         else:
             name = f"replay graph {graph}" if replays else f"launch {kernel.cost.name}"
-            args = {"External id": number, "module": kernel.ops[0].module}
+            args = {"External id": number, "module": kernel.op.module}
             slices.append(Slice(_ns(ready), _ns(timing.enqueued_seconds), _DEEPEST, name, "cpu_op", args))
         graph_before = graph
         ready = timing.end_seconds if _host_waits(report, kernel) else timing.enqueued_seconds
@@ -249,7 +249,7 @@ def _closed(open_scopes: list[tuple[str, str, int]], kept: int, end: int) -> Ite
 def _path(kernel: Kernel, graph: int | None) -> list[tuple[str, str]]:
     """Names and module paths from the phase inwards; `layers.0` is one level, since a list of modules is not called.
     The host knows nothing of what is inside of a compiled graph."""
-    op = kernel.ops[0]
+    op = kernel.op
     if graph is not None:
         return [(f"graph {graph}", "")]
     scopes = [(str(op.phase), "")]
@@ -278,7 +278,7 @@ def _memory(report: Report, launches: list[Slice]) -> Iterator[Event]:
     timeline = report.memory.timeline
     before: Event = {}
     for kernel, launch in zip(report.kernels, launches, strict=True):
-        step = place.get(id(kernel.ops[0]))
+        step = place.get(id(kernel.op))
         alive = before if step is None else {str(category): sizes[step] for category, sizes in timeline.items()}
         if alive != before:
             yield {"ph": "C", "name": "memory (bytes)", "pid": HOST, "ts": launch.start / 1000, "args": alive}

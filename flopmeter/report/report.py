@@ -367,7 +367,7 @@ class Report:
 
     def counted_model_flops(self, kernel: Kernel) -> int:
         """The same without recomputation."""
-        if kernel.ops[0].phase == "recompute":
+        if kernel.op.phase == "recompute":
             return 0
         cost = kernel.cost
         hidden = cost.masked_recomputed_flops if self.causal == "exact" else 0

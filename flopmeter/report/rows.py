@@ -74,7 +74,7 @@ OUTSIDE = "(outside of modules)"
 
 def _ancestors(kernel: Kernel) -> tuple[str, ...]:
     """The modules that the kernel runs in, the outermost first."""
-    parts = kernel.ops[0].module.split(".") if kernel.ops[0].module else [OUTSIDE]
+    parts = kernel.op.module.split(".") if kernel.op.module else [OUTSIDE]
     return tuple(".".join(parts[: level + 1]) for level in range(len(parts)))
 
 

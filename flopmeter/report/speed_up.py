@@ -79,7 +79,7 @@ def _names(kernels: list[Kernel], graphs: list[int | None]) -> dict[int | None, 
     """The name of each graph: the module and the direction of its first kernel. Fusing keeps the graphs' numbers."""
     names: dict[int | None, str] = {None: EAGER}
     for kernel, graph in zip(kernels, graphs, strict=True):
-        op = kernel.ops[0]
+        op = kernel.op
         if graph not in names:
             direction = "forward" if op.phase == "forward" else "backward"
             names[graph] = f"{'program' if op.region is None else op.module}, {direction}"

@@ -29,13 +29,7 @@ from flopmeter.run.patches import Patch, applied, hidden
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.dispatcher import switched_on
 from flopmeter.torch_names.operators import aten_overloads
-from flopmeter.torch_names.private import (
-    PIN_BATCHES,
-    PROFILING_SWITCHES,
-    SET_TRACING_STATE,
-    TRACING_STATE,
-    pin_batch,
-)
+from flopmeter.torch_names.private import PIN_BATCHES, PROFILING_SWITCHES, SET_TRACING_STATE, TRACING_STATE, pin_batch
 
 _CONVOLUTION = aten_overloads.convolution.default
 _BACKENDS = (False, False, True, True)  # benchmark, deterministic, cudnn_enabled, allow_tf32: torch's defaults

@@ -93,12 +93,7 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
 
 
 def kernel_of(
-    backend: AttentionBackend,
-    hardware: Hardware,
-    *,
-    in_16_bits: bool,
-    splits: bool = False,
-    is_backward: bool = False,
+    backend: AttentionBackend, hardware: Hardware, *, in_16_bits: bool, splits: bool = False, is_backward: bool = False
 ) -> AttentionKernel:
     """The family of kernels that runs for the backend on the device. `in_16_bits`: on its matrix units."""
     if hardware.vendor == "amd":  # AOTriton has the kernels that take a mask, too

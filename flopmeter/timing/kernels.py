@@ -89,11 +89,7 @@ class Price(NamedTuple):
 
 
 def price(
-    cost: Cost,
-    hardware: Hardware,
-    switches: Switches,
-    cached_bytes: float = 0.0,
-    ran: NamedKernel = UNNAMED,
+    cost: Cost, hardware: Hardware, switches: Switches, cached_bytes: float = 0.0, ran: NamedKernel = UNNAMED
 ) -> Price:
     """The price of a kernel. `cached_bytes`: how many of its bytes the L2 cache holds from earlier kernels; `ran`:
     which of a library's kernels it is. Raises HardwareError if the device lacks its dtype.

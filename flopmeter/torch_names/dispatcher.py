@@ -54,7 +54,7 @@ OPERATORS: dict[str, dict[str, str]] = {
     private.CTC_LOSS: {
         "_ctc_loss_backward": (
             "grad log_probs targets input_lengths target_lengths neg_log_likelihood log_alpha blank zero_infinity"
-        ),
+        )
     },
     private.RNN: {
         "_cudnn_rnn": (
@@ -87,9 +87,7 @@ OPERATORS: dict[str, dict[str, str]] = {
             "mask mask_type"
         ),
     },
-    private.INT4: {
-        "_weight_int4pack_mm": "self mat2 qGroupSize qScaleAndZeros",
-    },
+    private.INT4: {"_weight_int4pack_mm": "self mat2 qGroupSize qScaleAndZeros"},
 }
 """Private operators and the argument names that the kernels of this package are written for."""
 

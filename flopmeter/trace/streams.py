@@ -24,12 +24,7 @@ class Listener:
     `op_of` gives the op that returned the handle of a collective; `resize` is told of a storage before it is resized.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        op_of: Callable[[Any], int | None],
-        resize: Callable[[UntypedStorage, int], None],
-    ):
+    def __init__(self, trace: Trace, op_of: Callable[[Any], int | None], resize: Callable[[UntypedStorage, int], None]):
         self._ops, self._use = trace.ops, trace.stream_use
         self._op_of = op_of
         self.on_resize = resize

@@ -40,11 +40,7 @@ GROUPED_ROW_BYTES = 16
 
 
 def grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     if a.dtype is not b.dtype:  # the meta kernel of torch 2.15 takes them
         raise RuntimeError(f"grouped_mm: expected two matrices of one type, not {a.dtype} and {b.dtype}")

@@ -33,14 +33,7 @@ from flopmeter.costs import make_cost
 from flopmeter.costs.fused import flops_of, name_of, slowest_class, walk_of
 from flopmeter.launch.fusion.atomics import with_atomic_additions
 from flopmeter.launch.fusion.dataflow import flow_of
-from flopmeter.launch.fusion.graphs import (
-    CompiledRegion,
-    graphs_of,
-    numbered,
-    pass_of,
-    tensors_of,
-    whole_program,
-)
+from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, numbered, pass_of, tensors_of, whole_program
 from flopmeter.launch.fusion.grouping import Groups
 from flopmeter.launch.fusion.inlining import inlined
 from flopmeter.launch.fusion.layout import in_chosen_layout
@@ -51,18 +44,7 @@ from flopmeter.launch.fusion.roles import OPAQUE, Loops, splits_of
 from flopmeter.launch.fusion.traffic import Traffic
 from flopmeter.launch.fusion.upcasts import with_upcasts
 from flopmeter.launch.fusion.zero_gradients import with_zero_gradients
-from flopmeter.records import (
-    RANDOM,
-    Cost,
-    Kernel,
-    Life,
-    MatmulWork,
-    Op,
-    Region,
-    Reread,
-    Trace,
-    VectorWork,
-)
+from flopmeter.records import RANDOM, Cost, Kernel, Life, MatmulWork, Op, Region, Reread, Trace, VectorWork
 from flopmeter.torch_names.operators import aten
 
 __all__ = [
