@@ -95,19 +95,8 @@ def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool
     """Two layers of the most frequent kind and one of each other kind run forward and backward. The second one of the
     first kind is taken: it is neither the first to run nor the last."""
     kinds = sorted(set(subject.kinds), key=lambda kind: -subject.kinds.count(kind))
-    chosen = [kinds[0], *kinds]
-    ranks = max(shape.cp, shape.ep) * shape.tp  # of cp and ep one divides the other
-    sizes = {"rest": ranks // (shape.cp * shape.tp), "cp": shape.cp, "tp": shape.tp}
-    with world(ranks, sizes, gpus_per_node=where.cluster.gpus_per_node) as mesh:
-        model = subject.model(chosen)
-        _cast(model)
-        split_layers(subject, model, mesh, shape.recompute, range(0, shape.ep * shape.tp, shape.tp))
-        blocks = subject.layers_of(model)
-        boundary = _watch_boundary(blocks[-1])
-        tokens = torch.empty(shape.microbatch, where.length, dtype=torch.long, device="meta")
-        with FlopMeter(where.hardware, cluster=where.cluster, **with_routing(shape.ep, where.meter_options)) as meter:
-            backward(subject, model, mesh, tokens)
-        report = meter.report(mode=where.mode)
+    model, report, boundary = _metered(subject, where, shape, [kinds[0], *kinds])
+    blocks = subject.layers_of(model)
     hidden = hidden_seconds(report, shape.tp) if async_tp and shape.tp > 1 else None
     parts = _PartsOfReport(report, f"{type(model).__name__}.{subject.layers}.", hidden)
     experts = [sum(each.numel() for module in experts_of(block) for each in module.parameters()) for block in blocks]
@@ -120,8 +109,7 @@ def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool
         kind: parts.cost(place, inside[place], experts[place])._replace(
             fp8_parameters=fp8_numel(blocks[place]), frozen_parameters=frozen[place]
         )
-        for place, kind in enumerate(chosen)
-        if place
+        for place, kind in enumerate(kinds, 1)
     }
     if not boundary or not all(cost.forward.seconds for cost in layers.values()):
         raise PlanError(
@@ -137,6 +125,22 @@ def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool
         notes=report.notes,
         assumptions=report.assumptions,
     )
+
+
+def _metered(subject: Subject, where: Where, shape: Shape, layers: list[int]) -> tuple[nn.Module, Report, list[int]]:
+    """One rank's part of a model with these layers, the report of a microbatch, and the bytes that the last of the
+    layers hands on at each call."""
+    ranks = max(shape.cp, shape.ep) * shape.tp  # of cp and ep one divides the other
+    sizes = {"rest": ranks // (shape.cp * shape.tp), "cp": shape.cp, "tp": shape.tp}
+    with world(ranks, sizes, gpus_per_node=where.cluster.gpus_per_node) as mesh:
+        model = subject.model(layers)
+        _cast(model)
+        split_layers(subject, model, mesh, shape.recompute, range(0, shape.ep * shape.tp, shape.tp))
+        boundary = _watch_boundary(subject.layers_of(model)[-1])
+        tokens = torch.empty(shape.microbatch, where.length, dtype=torch.long, device="meta")
+        with FlopMeter(where.hardware, cluster=where.cluster, **with_routing(shape.ep, where.meter_options)) as meter:
+            backward(subject, model, mesh, tokens)
+        return model, meter.report(mode=where.mode), boundary
 
 
 def _cast(model: nn.Module) -> None:

@@ -157,20 +157,7 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
     if cache not in get_args(CacheKind):
         raise ServingError(f"unknown cache {cache!r}; known: {', '.join(get_args(CacheKind))}")
     given = _config_of(target)
-    if getattr(given, "is_encoder_decoder", False):
-        raise ServingError(
-            f"{given.model_type} is an encoder and a decoder that reads what it makes, for which there is no step of a"
-            " server here: take a causal language model"
-        )
-    config = _language_of(given)
-    needed = ("num_hidden_layers", "hidden_size", "vocab_size")
-    missing = [name for name in needed if name not in _by_layer(config) and not getattr(config, name, None)]
-    if missing:
-        raise ServingError(
-            f"{type(config).__name__}: a config to serve has {', '.join(needed)}; this one lacks {', '.join(missing)}"
-        )
-    if not any("CausalLM" in name or "LMHead" in name for name in getattr(config, "architectures", None) or ()):
-        config.architectures = _causal_classes(config, is_part=config is not given)
+    config = _causal(given)
     empty_cache(config, cache)  # refuses what cannot be served
     share = _split(config, ranks)
     _register_paged_attention()
@@ -222,6 +209,25 @@ def _config_of(target: Any) -> Any:
             f" {type(target).__name__}"
         )
     return copy.deepcopy(config)
+
+
+def _causal(given: Any) -> Any:
+    """The config of the causal language model, which names its class. Raises ServingError where there is none."""
+    if getattr(given, "is_encoder_decoder", False):
+        raise ServingError(
+            f"{given.model_type} is an encoder and a decoder that reads what it makes, for which there is no step of a"
+            " server here: take a causal language model"
+        )
+    config = _language_of(given)
+    needed = ("num_hidden_layers", "hidden_size", "vocab_size")
+    missing = [name for name in needed if name not in _by_layer(config) and not getattr(config, name, None)]
+    if missing:
+        raise ServingError(
+            f"{type(config).__name__}: a config to serve has {', '.join(needed)}; this one lacks {', '.join(missing)}"
+        )
+    if not any("CausalLM" in name or "LMHead" in name for name in getattr(config, "architectures", None) or ()):
+        config.architectures = _causal_classes(config, is_part=config is not given)
+    return config
 
 
 def _language_of(config: Any) -> Any:
