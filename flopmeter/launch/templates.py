@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from flopmeter.records import Storage, Trace
-from flopmeter.records.traces import renumbered
+from flopmeter.records.traces import rearranged
 
 
 def with_templates(trace: Trace) -> Trace:
@@ -35,15 +35,5 @@ def with_templates(trace: Trace) -> Trace:
         is_inside = run.start <= storage.born and storage.died is not None and storage.died <= run.stop
         return replace(storage, born=born, died=born if is_inside and number not in run.op.storages else died)
 
-    return replace(
-        trace,
-        ops=ops,
-        module_calls=calls,
-        storages=list(map(life, count(), trace.storages)),
-        resizes=[each._replace(op=moved(each.op)) for each in trace.resizes],
-        accumulations=[each._replace(op=moved(each.op)) for each in trace.accumulations],
-        stream_use=renumbered(trace.stream_use, moved),
-        templates=[],
-        forward_ends=list(map(moved, trace.forward_ends)),
-        optimizer_steps=[step._replace(end=moved(step.end)) for step in trace.optimizer_steps],
-    )
+    storages = list(map(life, count(), trace.storages))
+    return replace(rearranged(trace, ops, calls, places), storages=storages, templates=[])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -109,7 +109,24 @@ class Trace:
         return "meta" if "meta" in self.devices else next((kind for kind in self.devices if kind != "cpu"), "cpu")
 
 
-def renumbered(
+def rearranged(
+    trace: Trace, ops: list[Op], module_calls: list[int], place: Sequence[int], gone: Set[int] = frozenset()
+) -> Trace:
+    """The trace with other ops. `place`: of each old op, and of the end, among the new ones, where the next one stands
+    if it is `gone`. Storages and templates keep the numbers of the old ones."""
+    return replace(
+        trace,
+        ops=ops,
+        module_calls=module_calls,
+        resizes=[each._replace(op=place[each.op]) for each in trace.resizes],
+        accumulations=[each._replace(op=place[each.op]) for each in trace.accumulations if each.op not in gone],
+        stream_use=_renumbered(trace.stream_use, lambda op: None if op in gone else place[op], place.__getitem__),
+        forward_ends=[place[end] for end in trace.forward_ends],
+        optimizer_steps=[step._replace(end=place[step.end]) for step in trace.optimizer_steps],
+    )
+
+
+def _renumbered(
     use: StreamUse, place: Callable[[int], int | None], before: Callable[[int], int | None] | None = None
 ) -> StreamUse:
     """The stream use with ops renumbered.
@@ -144,7 +161,7 @@ def part_of(trace: Trace, ops: range) -> Trace:
         resizes=[resize._replace(op=resize.op - start) for resize in trace.resizes if resize.op in ops],
         accumulations=[each._replace(op=each.op - start) for each in trace.accumulations if each.op in ops],
         switches=trace.switches,
-        stream_use=renumbered(trace.stream_use, lambda op: op - start if op in ops else None),
+        stream_use=_renumbered(trace.stream_use, lambda op: op - start if op in ops else None),
         templates=[
             TemplateRun(run.start - start, run.stop - start, run.op)
             for run in trace.templates

@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from flopmeter.records import Call, Op, TensorSpec, Trace
-from flopmeter.records.traces import renumbered
+from flopmeter.records.traces import rearranged
 from flopmeter.torch_names.operators import Absent
 
 Mark = Hashable
@@ -130,20 +130,9 @@ def with_ops(
         )
         for storage in trace.storages
     ]
-    return dataclasses.replace(
-        trace,
-        ops=ops,
-        module_calls=list(accumulate(calls)),
-        storages=storages,
-        resizes=[each._replace(op=place[each.op]) for each in trace.resizes],
-        accumulations=[each._replace(op=place[each.op]) for each in trace.accumulations if each.op not in gone],
-        stream_use=renumbered(
-            trace.stream_use, lambda index: None if index in gone else place[index], place.__getitem__
-        ),
-        templates=[run._replace(start=place[run.start], stop=place[run.stop]) for run in trace.templates],
-        forward_ends=[place[end] for end in trace.forward_ends],
-        optimizer_steps=[step._replace(end=place[step.end]) for step in trace.optimizer_steps],
-    )
+    templates = [run._replace(start=place[run.start], stop=place[run.stop]) for run in trace.templates]
+    changed = rearranged(trace, ops, list(accumulate(calls)), place, gone)
+    return dataclasses.replace(changed, storages=storages, templates=templates)
 
 
 def are_in_torch(ops: Iterable[Op]) -> bool:
