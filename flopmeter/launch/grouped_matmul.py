@@ -66,7 +66,7 @@ def in_one_kernel(kernels: Iterable[Kernel]) -> list[Kernel]:
 
 
 def is_grouped(kernel: Kernel) -> bool:
-    return kernel.op.call.func.overloadpacket in _GROUPED
+    return kernel.op.packet in _GROUPED
 
 
 def _has_kernel(cost: Cost, hardware: Hardware) -> bool:

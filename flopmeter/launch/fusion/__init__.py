@@ -169,7 +169,7 @@ def _walk_of(loops: Loops, read_bytes: int, bytes_written: int) -> tuple[Reread,
 def padded(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
     """The kernel stays as it is, but torch/_inductor/fx_passes/pad_mm.py pads matmuls where its benchmark says so."""
     cost, work = kernel.cost, kernel.cost.work
-    if kernel.op.call.func.overloadpacket not in (aten.mm, aten.addmm, aten.bmm) or not isinstance(work, MatmulWork):
+    if kernel.op.packet not in (aten.mm, aten.addmm, aten.bmm) or not isinstance(work, MatmulWork):
         return cost
     if cost not in known:
         known[cost] = replace(cost, work=work._replace(may_pad=True))

@@ -76,7 +76,7 @@ def flow_of(parts: list[Part]) -> Flow:
         flow.befores.append([])
         flow.reads.append([_read(flow, storages, index, _placed(touch, op)) for touch in reads])
         flow.writes.append([_write(flow, storages, index, _placed(touch, op)) for touch in writes])
-        if op.call.func.overloadpacket in PUT_TOGETHER:  # the operands lie apart, though gaps may make them overlap
+        if op.packet in PUT_TOGETHER:  # the operands lie apart, though gaps may make them overlap
             flow.befores[index] = [each for each in flow.befores[index] if parts[each].op.call is not op.call]
     return flow
 

@@ -81,7 +81,7 @@ def inlined(parts: list[Part], trace: Trace) -> list[Part]:
 
 
 def _puts_together(part: Part) -> bool:
-    return part.op.call.func.overloadpacket in PUT_TOGETHER and len(part.cost.reads) > 1
+    return part.op.packet in PUT_TOGETHER and len(part.cost.reads) > 1
 
 
 def _is_stored(parts: list[Part], flow: Flow, place: int, inline: set[int]) -> bool:
@@ -143,8 +143,7 @@ def _dead(parts: list[Part], flow: Flow, lifetimes: Lifetimes, trace: Trace) -> 
     eliminate_dead_code). Random numbers are drawn, and data leave the device, whoever wants them. What an op without a
     kernel reads (a wait for a collective) goes on in its result."""
     seen = {part.place for part in parts}
-    silent = (op for place, op in enumerate(trace.ops) if place not in seen)
-    goes_on = {op.storages[spec.storage] for op in silent for spec in op.call.inputs}
+    goes_on = set[int]().union(*(op.reads for place, op in enumerate(trace.ops) if place not in seen))
 
     def is_dead(value: Value) -> bool:
         is_read = value.touch.storage in goes_on or not dead.issuperset(value.readers)

@@ -103,7 +103,7 @@ def _is_filled_in_vain(part: Part, later: list[Part]) -> bool:
 def _is_continued(first: Part, second: Part) -> bool:
     same = first.graph is not None and first.role.elements == second.role.elements
     fills = not first.cost.reads and _written(first) == _written(second)  # zeros, and what is copied into them
-    both, puts_together = (first, second), first.op.call.func.overloadpacket in PUT_TOGETHER
+    both, puts_together = (first, second), first.op.packet in PUT_TOGETHER
     one_loop = fills or puts_together or all(part.cost.op_class == ELEMENTWISE for part in both)
     return same and one_loop and all(is_pointwise(part.role) for part in both)
 
@@ -134,7 +134,7 @@ def _as_one(parts: list[Part], read_later: Set[TensorSpec | None]) -> Cost:
 
 def _into_whole(op: Op, cost: Cost) -> Cost:
     """A loop over all that inputs are put together to, where eager kernels write the part of one input each."""
-    if op.call.func.overloadpacket not in PUT_TOGETHER:
+    if op.packet not in PUT_TOGETHER:
         return cost
     return replace(cost, writes=tuple(Region(spec, spec.nbytes) for spec in op.call.outputs))
 
@@ -228,7 +228,7 @@ def operands_of(part: Part) -> Iterator[Part]:
     (result,), dim, at = part.cost.writes, part.op.call.argument("dim"), 0
     assert result.spec is not None
     whole = result.spec
-    is_stacked = part.op.call.func.overloadpacket in aten.present("stack")
+    is_stacked = part.op.packet in aten.present("stack")
     for read in part.cost.reads:
         assert read.spec is not None
         shape = list(whole.shape)

@@ -151,7 +151,7 @@ class _Partition:
 
     def _may_run_again(self, place: int, last_write: dict[int, int]) -> bool:
         part, made, reads = self._parts[place], self._flow.writes[place], self._flow.reads[place]
-        if not is_pointwise(part.role) or part.op.call.func.overloadpacket in _KEPT or len(made) != 1:
+        if not is_pointwise(part.role) or part.op.packet in _KEPT or len(made) != 1:
             return False
         (value,) = made
         touched = [touch.storage for touch, _ in reads]
