@@ -240,6 +240,7 @@ NORMS_AND_REDUCTIONS: dict[str, Case] = {
     ),
     "reflection_pad1d_backward": (lambda: aten.reflection_pad1d_backward(T(2, 7), T(2, 5), [1, 1]), 14, 56, 40 + 40),
     "dist": (lambda: aten.dist(T(6), T(6)), 18 + 1, 48 + 24, 24 + 4),
+    "dist of all pairs": (lambda: aten.dist(T(4, 1), T(6)), 24 * 3 + 1, 16 + 24 + 96, 96 + 4),  # 24 differences
     "cdist 1": (lambda: aten._cdist_forward(T(4, 6), T(5, 6), 1.0, None), 4 * 5 * 6 * 3, 4 * 54, 80),
     "cdist 2 of few rows": (lambda: aten._cdist_forward(T(4, 6), T(5, 6), 2.0, None), 360 + 20, 4 * 54, 80),
     # x² and y², their sums, and ones; -2x; all of it side by side, of depth 8; a product; clamped; a root.

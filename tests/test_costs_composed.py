@@ -66,6 +66,7 @@ def test_a_spectrogram_with_its_window_leaves_nothing_uncounted():
         (torch.multinomial, (8,), (1, True)),
         (torch.multinomial, (4, 8), (3,)),
         (torch.count_nonzero, (4, 8), (1,)),
+        (lambda x: torch.ops.aten.dist(x, x), (4, 8), ()),
         (lambda x: torch.ops.aten._euclidean_dist(x, x), (30, 8), ()),
         (lambda x: torch.ops.aten.mse_loss_backward(x, x, x, 0), (4, 8), ()),
         (lambda x: torch.ops.aten.smooth_l1_loss_backward(x, x, x, 0, 1.0), (4, 8), ()),

@@ -38,7 +38,7 @@ OF_A_BATCH: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", OF_A_BATCH)
 @given(rows=size, width=size)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_twice_the_batch_is_twice_the_work_and_the_bytes(name, rows, width):
     function = OF_A_BATCH[name]
     once, twice = (costs_in(lambda n=n: function(meta(n * rows, width))) for n in (1, 2))
@@ -48,7 +48,7 @@ def test_twice_the_batch_is_twice_the_work_and_the_bytes(name, rows, width):
 
 @pytest.mark.parametrize("name", OF_A_BATCH)
 @given(first=size, second=size, width=size)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_the_parts_of_a_split_batch_cost_what_the_whole_does(name, first, second, width):
     function, whole = OF_A_BATCH[name], meta(first + second, width)
     parts = whole.split([first, second])
@@ -60,7 +60,7 @@ def test_the_parts_of_a_split_batch_cost_what_the_whole_does(name, first, second
 
 @pytest.mark.parametrize("name", OF_A_BATCH)
 @given(rows=size, width=size)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_permuted_strides_change_nothing_but_for_a_copy_where_the_kernel_walks_dense_memory(name, rows, width):
     function, x = OF_A_BATCH[name], meta(width, rows).t()
     if name == "fft":
@@ -72,7 +72,6 @@ def test_permuted_strides_change_nothing_but_for_a_copy_where_the_kernel_walks_d
 
 
 @given(m=size, n=size, k=size)
-@settings(deadline=None)
 def test_a_product_and_its_transpose_cost_the_same(m, n, k):
     a, b = meta(m, k), meta(k, n)
     (plain,) = costs_in(lambda: a @ b)
@@ -85,7 +84,6 @@ def test_a_product_and_its_transpose_cost_the_same(m, n, k):
 
 
 @given(m=size, n=size, first=size, second=size)
-@settings(deadline=None)
 def test_a_product_split_in_its_depth_is_the_sum_of_the_parts(m, n, first, second):
     def product(k: int) -> int:
         return flops(lambda: meta(m, k) @ meta(k, n))
@@ -94,7 +92,6 @@ def test_a_product_split_in_its_depth_is_the_sum_of_the_parts(m, n, first, secon
 
 
 @given(batch=size, m=size, n=size, k=size)
-@settings(deadline=None)
 def test_a_batched_product_is_as_many_products(batch, m, n, k):
     assert flops(lambda: torch.bmm(meta(batch, m, k), meta(batch, k, n))) == batch * flops(
         lambda: meta(m, k) @ meta(k, n)
@@ -102,7 +99,6 @@ def test_a_batched_product_is_as_many_products(batch, m, n, k):
 
 
 @given(groups=st.integers(1, 4), channels=st.integers(1, 4), width=st.integers(3, 9))
-@settings(deadline=None)
 def test_a_grouped_convolution_is_as_many_small_ones(groups, channels, width):
     def backward(x: Tensor, weight: Tensor, groups: int) -> Any:
         out = F.conv1d(x.requires_grad_(), weight.requires_grad_(), groups=groups)
@@ -114,7 +110,6 @@ def test_a_grouped_convolution_is_as_many_small_ones(groups, channels, width):
 
 
 @given(rows=size, width=size, copies=st.integers(2, 5))
-@settings(deadline=None)
 def test_an_expanded_operand_is_computed_on_in_full_and_read_once(rows, width, copies):
     x = meta(1, width)
     (cost,) = costs_in(lambda: x.expand(copies * rows, width) * 2)
@@ -130,7 +125,6 @@ def test_rows_that_repeat_are_computed_on_as_often(name):
 
 
 @given(rows=size, width=size)
-@settings(deadline=None)
 def test_in_place_is_read_once_and_written_once(rows, width):
     x = meta(rows, width)
     (cost,) = costs_in(lambda: x.mul_(2))
@@ -138,7 +132,6 @@ def test_in_place_is_read_once_and_written_once(rows, width):
 
 
 @given(rows=size, width=size, dtype=st.sampled_from([torch.float64, torch.bfloat16, torch.float16]))
-@settings(deadline=None)
 def test_bytes_go_by_the_width_of_the_type_and_flops_do_not(rows, width, dtype):
     (single,) = costs_in(lambda: meta(rows, width) + 1)
     (other,) = costs_in(lambda: meta(rows, width, dtype=dtype) + 1)

@@ -597,7 +597,7 @@ def without_seeds(fused: list[Kernel]) -> list[Kernel]:
 PROGRAMS = st.lists(st.integers(0, 1000), min_size=3, max_size=60)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @example([807, 0, 0, 795])  # seeds, which are a kernel of no op of the program
 @given(PROGRAMS)
 def test_fusing_keeps_flops_and_never_adds_kernels(choices: list[int]):
@@ -616,7 +616,7 @@ def test_fusing_keeps_flops_and_never_adds_kernels(choices: list[int]):
     assert all(k.cost.bytes_read >= 0 and k.cost.bytes_written >= 0 for k in fused)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @example([0, 0, 0, 0, 0, 0, 0, 0, 0, 102])  # a dropout after what nobody reads
 @given(PROGRAMS)
 def test_every_op_reads_what_it_read_before_and_what_is_needed_is_still_moved(choices: list[int]):
@@ -710,7 +710,7 @@ def elements(spec: TensorSpec) -> Iterator[Element]:
         yield spec.storage, offset * spec.dtype.itemsize
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(PROGRAMS)
 def test_fusing_twice_the_program_fuses_twice_the_kernels(choices: list[int]):
     """Two copies of a program on data of their own share nothing but their costs, and the kernel that makes seeds."""

@@ -665,7 +665,7 @@ def loads_or_complains(path: Path) -> None:
 
 
 @given(content=st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_bytes_are_a_device_or_one_error(fuzzed: Path, content: bytes) -> None:
     fuzzed.write_bytes(content)
     loads_or_complains(fuzzed)
@@ -674,14 +674,14 @@ def test_any_bytes_are_a_device_or_one_error(fuzzed: Path, content: bytes) -> No
 @given(
     cut=st.integers(0, len(MINIMAL)), inserted=st.text(alphabet=":{}[]&*!|>-'\"\\%@#,?<= \n\t019.eaxno~", max_size=12)
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_damaged_profile_is_a_device_or_one_error(fuzzed: Path, cut: int, inserted: str) -> None:
     fuzzed.write_text(MINIMAL[:cut] + inserted + MINIMAL[cut:])
     loads_or_complains(fuzzed)
 
 
 @given(changes=st.dictionaries(FIELDS, VALUES, min_size=1, max_size=3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_values_in_the_fields_are_a_device_or_one_error(fuzzed: Path, changes: dict[str, object]) -> None:
     fuzzed.write_text(yaml.safe_dump({**yaml.safe_load(MINIMAL), **changes}, allow_unicode=True), errors="replace")
     loads_or_complains(fuzzed)

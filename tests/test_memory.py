@@ -735,7 +735,7 @@ def test_a_segment_that_is_partly_in_use_is_kept_and_serves_on():
     assert allocator.reserved_bytes == 20 * MIB
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.one_of(st.integers(1, 30 * MIB), st.integers(1, 2 * MIB), st.just(0)), max_size=60), st.randoms())
 def test_pieces_in_use_never_overlap_and_all_that_is_freed_can_be_used_again(requests, choose):
     allocator = CachingAllocator()

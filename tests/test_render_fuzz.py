@@ -110,14 +110,14 @@ class Page(html.parser.HTMLParser):
         self.text.append(data)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(reports())
 def test_every_format_shows_every_report(report):
     for format in FORMATS:
         assert report.render(format)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(reports())
 def test_csv_comes_back_as_the_rows(report):
     rows = list(csv.DictReader(io.StringIO(report.render("csv"), newline="")))
@@ -128,7 +128,7 @@ def test_csv_comes_back_as_the_rows(report):
         assert float(row["seconds"]) == original.seconds
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(reports())
 def test_json_comes_back_with_its_numbers_and_texts(report):
     document = json.loads(report.render("json"), parse_constant=lambda name: 1 / 0)  # no NaN, no Infinity
@@ -140,7 +140,7 @@ def test_json_comes_back_with_its_numbers_and_texts(report):
         assert [row["flops"] for row in document["rows"][by]] == [row.flops for row in report.rows(by)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(reports())
 def test_no_name_becomes_markup_in_html(report):
     page = Page()
@@ -168,7 +168,7 @@ def test_a_name_that_is_markup_is_shown_as_it_is():
     assert any("<script>" in text for text in page.text)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(reports())
 def test_a_chrome_trace_has_an_event_for_each_kernel(tmp_path_factory, report):
     path = tmp_path_factory.mktemp("trace") / "trace.json"

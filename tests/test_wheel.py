@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 import venv
 import zipfile
 from pathlib import Path
@@ -93,10 +92,9 @@ def test_the_installed_wheel_loads_each_of_its_profiles(python, tmp_path):
 @pytest.mark.slow
 def test_the_installed_wheel_runs_the_first_example_of_the_readme(python, tmp_path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"```python\n(>>>.*?)```", readme, re.DOTALL).group(1)
-    code = "\n".join(line[4:] for line in block.splitlines() if line.startswith((">>> ", "... ")))
+    code = re.search(r"```python\n(.*?)```", readme, re.DOTALL).group(1)
     script = tmp_path / "example.py"
-    script.write_text(textwrap.dedent(code), encoding="utf-8")
+    script.write_text(code, encoding="utf-8")
     output = run(python, script, cwd=tmp_path)
     assert "tensor contraction" in output
     assert "predicted" in output

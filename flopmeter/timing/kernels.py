@@ -167,10 +167,11 @@ def _matmuls(
         return unpacking(work.matmul, constants.UNPACKING[work.bits], moved, rates), "small product"
     if isinstance(work, GroupedMatmulWork):
         return side_by_side(work.matmuls, moved, rates), "grouped product"
+    slow = _for_rows(work.alignment_bytes, rates, hardware, peak) if peak.unit == "matrix" else rates
     if isinstance(work, MatmulWork) and work.across_depth and peak.unit == "matrix" and moved.item_bytes == TF32_BYTES:
         # `wgmma` turns operands of 16 bits alone around (PTX ISA, "Strides" of its matrices in shared memory).
-        rates = rates.slowed(ampere_kernel_share(hardware)) if is_hopper(hardware) else rates
-    slow = _for_rows(work.alignment_bytes, rates, hardware) if peak.unit == "matrix" else rates
+        turned = rates.slowed(ampere_kernel_share(hardware)) if is_hopper(hardware) else rates
+        slow, rates = turned if slow is rates else slow, turned
     if isinstance(work, RecurrentWork):
         return _recurrent(work, moved, slow, hardware), "recurrent product"
     as_they_are, kind = _sum_of_matmuls(work, moved, slow)
@@ -179,12 +180,15 @@ def _matmuls(
     return fastest((as_they_are, _padded(cost, work, moved, rates))), kind
 
 
-def _for_rows(alignment_bytes: int, rates: Rates, hardware: Hardware) -> Rates:
-    """Those of kernels for rows that begin at multiples of so many bytes."""
+def _for_rows(alignment_bytes: int, rates: Rates, hardware: Hardware, peak: Peak) -> Rates:
+    """Those of kernels for rows that begin at multiples of so many bytes. Under the power limit these reach as many
+    FLOP/s as others do, unless the boost clock bounds them before."""
     if alignment_bytes >= constants.FULL_ALIGNMENT_BYTES:
         return rates
-    slow = rates.slowed(ampere_kernel_share(hardware))
-    return slow._replace(kernels=for_unaligned_rows(rates.kernels, alignment_bytes))
+    share = ampere_kernel_share(hardware)
+    sustained = min(rates.flop_per_s, share * peak.burst * peak.flop_per_s)
+    kernels = for_unaligned_rows(rates.kernels, alignment_bytes)
+    return rates.slowed(share)._replace(flop_per_s=sustained, kernels=kernels)
 
 
 def _convolution(
@@ -198,7 +202,7 @@ def _convolution(
         # Registers bound these at the boost clock; at half the FLOPs, the power limit leaves more of the clock.
         rates = rates.within(peak.flop_per_s * peak.burst * ampere_kernel_share(hardware))
     if peak.unit == "matrix" and is_hopper(hardware) and not shape.channels_last:
-        rates = _for_rows(image_alignment_bytes(shape, moved.item_bytes), rates, hardware)
+        rates = _for_rows(image_alignment_bytes(shape, moved.item_bytes), rates, hardware, peak)
     busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
 
