@@ -643,13 +643,14 @@ def test_a_larger_batch_comes_after_faults():
     assert batch > 0
 
 
-ALIKE = ("of each sequence", "one query", "a table that products read", "mixed norms", "written to", "reshaped",
+ALIKE = ("of each sequence", "one query", "a table that products read", "parts of a table that products read", "mixed norms", "written to", "reshaped",
          "one-hot labels", "a second derivative", "fed back")  # fmt: skip
 
 
 @pytest.mark.parametrize("mask", ALIKE)
 def test_what_only_looks_like_a_fault_is_left_alone(mask):
-    """A mask of padding; the decoding of one token; an embedding that is shared with the head; norms in fp32. A copy
+    """A mask of padding; the decoding of one token; an embedding that is shared with the head, as parts of it are with
+    an adaptive softmax; norms in fp32. A copy
     that is then written to, or without which a view is none; one-hot rows that a loss reads too; a backward pass
     through a backward pass; cells whose input is what they said before."""
     with torch.device("meta"):
@@ -671,7 +672,16 @@ def test_what_only_looks_like_a_fault_is_left_alone(mask):
             state = cell(word, state)
             word = state.tanh()
 
+    def adaptive_head():
+        wide = nn.Embedding(50304, 512, device="meta")
+        with torch.autocast("cuda", HALF):
+            words = wide(ids)
+            scores = words @ torch.cat((wide.weight[:10_000], wide.weight.new_zeros(2, 512))).T
+            loss = scores.sum() + sum((words @ part.T).sum() for part in wide.weight[10_000:].split(20_152))
+        loss.backward()
+
     programs = {
+        "parts of a table that products read": adaptive_head,
         "written to": lambda: x.clone().add_(1).sum().backward(),
         "reshaped": lambda: q.transpose(1, 2).contiguous().view(8, 512, 1024) @ x[:1024],
         "one-hot labels": one_hot,
