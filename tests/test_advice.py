@@ -930,6 +930,26 @@ def test_rows_are_said_to_be_short_few_or_too_long_for_the_cache_as_they_are(row
     assert reason in meter.report().hot_spots[0].why
 
 
+def test_the_best_of_one_long_row_takes_a_chain_of_kernels_and_is_not_said_to_be_few_rows():
+    """torch spreads a row of 50,304 over several blocks, in 17 launches."""
+    logits = torch.empty(1, 50_304, dtype=torch.bfloat16, device="meta")
+    with FlopMeter(H100) as meter:
+        logits.topk(50)
+    assert "kernels one after another" in meter.report().hot_spots[0].why
+
+
+def test_many_numbers_beside_a_few_large_tensors_are_said_to_be_too_small_and_not_bound_by_memory():
+    """A number moves 8 bytes, at 0 % of the bandwidth."""
+    number, tensor = torch.empty((), device="meta"), torch.empty(16_040, 1024, device="meta")
+    with FlopMeter(H100) as meter:
+        for rows in range(16_000, 16_040):
+            tensor[:rows] * 2
+        for _ in range(100):
+            number * 2
+    (why,) = (each.why for each in meter.report().hot_spots if each.what.startswith("mul"))
+    assert why == "too small: launch and drain take longer than the work"
+
+
 def test_a_depthwise_convolution_is_said_to_have_a_filter_for_each_channel_and_no_rows():
     depthwise = nn.Conv1d(256, 256, 31, groups=256, dtype=torch.bfloat16, device="meta")
     with torch.no_grad(), FlopMeter("a100-sxm4-80gb") as meter:
