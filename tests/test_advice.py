@@ -1172,6 +1172,29 @@ def test_compiling_is_told_with_torch_func_where_gradients_of_gradients_are_take
             _square(slope).backward()
 
 
+def test_hooks_that_gather_gradients_in_a_buffer_are_no_gradients_of_gradients():
+    """As those of ZeRO: each gradient goes into a buffer, which the next backward pass adds to."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)]).to("meta")
+    buffers = {}
+
+    def gather(parameter):
+        scratch = torch.empty(parameter.numel(), device="meta")
+        if parameter in buffers:
+            buffers[parameter] = torch.cat((parameter.grad.flatten() + buffers[parameter], scratch[:0]))
+        else:
+            buffers[parameter] = scratch.copy_(parameter.grad.flatten())
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(gather)
+    with FlopMeter(H100) as meter:
+        for _ in range(2):
+            _square(model(torch.empty(1 << 18, 256, device="meta"))).backward()
+    told = [each.remedy for each in meter.report().advice if each.remedy.startswith("torch.compile")]
+    assert len(told) == 1
+    assert "torch.func" not in told[0]
+
+
 def test_an_optimizer_that_is_written_out_adds_numbers_and_tensors_in_one_loop():
     """The Adam of GaLore and others. Beside it one with torch's functions for lists, which is the change that is told:
     of the loop's eight ops six have such a function in the advice, and each takes all 24 parameters."""

@@ -395,7 +395,7 @@ def _whoever_looks() -> Iterator[None]:
     """torch.utils.swap_tensors refuses a tensor to which there are weak references. They go on with the same object, as
     they do between CPU and CUDA."""
     looks_for = torch.utils.weakref  # type: ignore[attr-defined]
-    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda _: [])  # type: ignore[attr-defined]
+    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda _: [])  # type: ignore[attr-defined, assignment]
     try:
         yield
     finally:
