@@ -643,8 +643,8 @@ def test_a_larger_batch_comes_after_faults():
     assert batch > 0
 
 
-ALIKE = ("of each sequence", "one query", "a table that products read", "parts of a table that products read", "mixed norms", "written to", "reshaped",
-         "one-hot labels", "a second derivative", "fed back")  # fmt: skip
+ALIKE = ("of each sequence", "one query", "a table that products read", "parts of a table that products read",
+         "mixed norms", "written to", "reshaped", "one-hot labels", "a second derivative", "fed back")  # fmt: skip
 
 
 @pytest.mark.parametrize("mask", ALIKE)

@@ -60,12 +60,12 @@ class _Summed(torch.autograd.Function):
 
 
 def all_gather(input_: Tensor, process_group: Any) -> Any:
-    return _Gathered.apply(input_, process_group)
+    return _Gathered.apply(input_, process_group)  # type: ignore[no-untyped-call]
 
 
 def reduce_scatter(input_: Tensor, process_group: Any) -> Any:
-    return _Scattered.apply(input_, process_group)
+    return _Scattered.apply(input_, process_group)  # type: ignore[no-untyped-call]
 
 
 def all_reduce(input_: Tensor, process_group: Any) -> Any:
-    return _Summed.apply(input_, process_group)
+    return _Summed.apply(input_, process_group)  # type: ignore[no-untyped-call]
