@@ -643,13 +643,14 @@ def test_a_larger_batch_comes_after_faults():
     assert batch > 0
 
 
-ALIKE = ("of each sequence", "one query", "a table that products read", "mixed norms", "written to", "reshaped",
-         "one-hot labels", "a second derivative", "fed back")  # fmt: skip
+ALIKE = ("of each sequence", "one query", "a table that products read", "parts of a table that products read",
+         "mixed norms", "written to", "reshaped", "one-hot labels", "a second derivative", "fed back")  # fmt: skip
 
 
 @pytest.mark.parametrize("mask", ALIKE)
 def test_what_only_looks_like_a_fault_is_left_alone(mask):
-    """A mask of padding; the decoding of one token; an embedding that is shared with the head; norms in fp32. A copy
+    """A mask of padding; the decoding of one token; an embedding that is shared with the head, as parts of it are with
+    an adaptive softmax; norms in fp32. A copy
     that is then written to, or without which a view is none; one-hot rows that a loss reads too; a backward pass
     through a backward pass; cells whose input is what they said before."""
     with torch.device("meta"):
@@ -671,7 +672,16 @@ def test_what_only_looks_like_a_fault_is_left_alone(mask):
             state = cell(word, state)
             word = state.tanh()
 
+    def adaptive_head():
+        wide = nn.Embedding(50304, 512, device="meta")
+        with torch.autocast("cuda", HALF):
+            words = wide(ids)
+            scores = words @ torch.cat((wide.weight[:10_000], wide.weight.new_zeros(2, 512))).T
+            loss = scores.sum() + sum((words @ part.T).sum() for part in wide.weight[10_000:].split(20_152))
+        loss.backward()
+
     programs = {
+        "parts of a table that products read": adaptive_head,
         "written to": lambda: x.clone().add_(1).sum().backward(),
         "reshaped": lambda: q.transpose(1, 2).contiguous().view(8, 512, 1024) @ x[:1024],
         "one-hot labels": one_hot,
@@ -920,6 +930,26 @@ def test_rows_are_said_to_be_short_few_or_too_long_for_the_cache_as_they_are(row
     assert reason in meter.report().hot_spots[0].why
 
 
+def test_the_best_of_one_long_row_takes_a_chain_of_kernels_and_is_not_said_to_be_few_rows():
+    """torch spreads a row of 50,304 over several blocks, in 17 launches."""
+    logits = torch.empty(1, 50_304, dtype=torch.bfloat16, device="meta")
+    with FlopMeter(H100) as meter:
+        logits.topk(50)
+    assert "kernels one after another" in meter.report().hot_spots[0].why
+
+
+def test_many_numbers_beside_a_few_large_tensors_are_said_to_be_too_small_and_not_bound_by_memory():
+    """A number moves 8 bytes, at 0 % of the bandwidth."""
+    number, tensor = torch.empty((), device="meta"), torch.empty(16_040, 1024, device="meta")
+    with FlopMeter(H100) as meter:
+        for rows in range(16_000, 16_040):
+            tensor[:rows] * 2
+        for _ in range(100):
+            number * 2
+    (why,) = (each.why for each in meter.report().hot_spots if each.what.startswith("mul"))
+    assert why == "too small: launch and drain take longer than the work"
+
+
 def test_a_depthwise_convolution_is_said_to_have_a_filter_for_each_channel_and_no_rows():
     depthwise = nn.Conv1d(256, 256, 31, groups=256, dtype=torch.bfloat16, device="meta")
     with torch.no_grad(), FlopMeter("a100-sxm4-80gb") as meter:
@@ -1140,6 +1170,29 @@ def test_compiling_is_told_with_torch_func_where_gradients_of_gradients_are_take
         (slope,) = torch.autograd.grad(_square(compiled(x.requires_grad_())), x, create_graph=True)
         with pytest.raises(RuntimeError, match="does not currently support double backward"):
             _square(slope).backward()
+
+
+def test_hooks_that_gather_gradients_in_a_buffer_are_no_gradients_of_gradients():
+    """As those of ZeRO: each gradient goes into a buffer, which the next backward pass adds to."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)]).to("meta")
+    buffers = {}
+
+    def gather(parameter):
+        scratch = torch.empty(parameter.numel(), device="meta")
+        if parameter in buffers:
+            buffers[parameter] = torch.cat((parameter.grad.flatten() + buffers[parameter], scratch[:0]))
+        else:
+            buffers[parameter] = scratch.copy_(parameter.grad.flatten())
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(gather)
+    with FlopMeter(H100) as meter:
+        for _ in range(2):
+            _square(model(torch.empty(1 << 18, 256, device="meta"))).backward()
+    told = [each.remedy for each in meter.report().advice if each.remedy.startswith("torch.compile")]
+    assert len(told) == 1
+    assert "torch.func" not in told[0]
 
 
 def test_an_optimizer_that_is_written_out_adds_numbers_and_tensors_in_one_loop():

@@ -157,13 +157,23 @@ def test_tied_weights_stay_one():
         assert len(list(model.parameters())) == 1
 
 
-def test_a_parameter_that_something_looks_at_moves_too():
-    """torch.export leaves weak references, with which torch does not swap tensors."""
-    with flopmeter.cuda(A100):
-        model = nn.Linear(4, 4)
-        looks = weakref.ref(model.weight)
-        assert model.cuda().weight.is_cuda
-        assert looks is not None
+@pytest.mark.parametrize("of_data", [False, True])
+def test_a_parameter_that_something_looks_at_moves_too_and_is_the_one_that_the_optimizer_has(of_data):
+    """torch.export and DeepSpeed leave weak references, with which torch does not swap tensors."""
+    with flopmeter.cuda(A100, steps=2) as device:
+        model = nn.Linear(64, 64, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weight, looks = model.weight, weakref.ref(model.weight)
+        if of_data:
+            weight.data = weight.data.cuda()
+        else:
+            model.cuda()
+        assert model.weight.is_cuda
+        assert model.weight is weight is looks()
+        while True:
+            model(torch.zeros(8, 64, device=device)).sum().backward()
+            optimizer.step()
+    assert "optimizer" in {row.name for row in device.report().step.rows("phase")}
 
 
 def test_a_context_ends_after_its_steps_and_goes_on_behind():

@@ -207,6 +207,47 @@ def test_an_optimizer_in_whose_step_others_step_ends_with_all_of_them():
     assert "relu_" in {row.name for row in report.step.rows("op")}  # it does not end with the last part of it
 
 
+@pytest.mark.parametrize("keeps_groups", [False, True])
+def test_groups_of_an_optimizer_that_are_stepped_one_by_one_are_one_step(keeps_groups):
+    """As DeepSpeed's ZeRO steps them: stages 1 and 2 leave one group at a time, stage 3 one that has parameters. A step
+    has two products forward, the gradients of two weights and of what is between them, and both updates."""
+    with flopmeter.cuda(A100, steps=3) as device:
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(2)]).to(device)
+        groups = [{"params": [layer.weight]} for layer in model]
+        optimizer = torch.optim.SGD(groups, lr=0.1, foreach=False)
+        whole, lists = optimizer.param_groups, [[layer.weight] for layer in model]
+        for _ in range(4):
+            model(torch.zeros(8, 64, device=device)).sum().backward()
+            for place in range(2):
+                if keeps_groups:
+                    for other, group in enumerate(whole):
+                        group["params"] = lists[place] if other == place else []
+                else:
+                    optimizer.param_groups = [whole[place]]
+                optimizer.step()
+            optimizer.param_groups = whole
+            model.zero_grad()
+    report = device.report()
+    assert report.headline.endswith("one steady step, the last of 3 (marked by optimizer.step())")
+    assert report.step.macs == (2 + 3) * 8 * 64 * 64
+    assert {row.name: row.calls for row in report.step.rows("op")}["add_"] == 2
+
+
+def test_updates_alone_and_turns_of_layers_are_steps():
+    """A benchmark of an optimizer; one that trains a layer at a time, in turn."""
+    for turns in (False, True):
+        with flopmeter.cuda(A100, steps=3) as device:
+            layers = [nn.Linear(64, 64).to(device) for _ in range(2)]
+            optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.1)
+            for number in range(4):
+                layer = layers[number % 2 if turns else 0]
+                if turns or number == 0:
+                    optimizer.param_groups[0]["params"] = list(layer.parameters())
+                    layer(torch.zeros(8, 64, device=device)).sum().backward()
+                optimizer.step()
+        assert device.report().parts.count == 3
+
+
 @pytest.mark.parametrize(("steps", "average"), [(3, (5 + 1) / 2), (6, (5 + 1 + 1 + 1 + 1) / 5)])
 def test_an_optimizer_that_steps_every_fifth_time_is_told_with_the_average(steps, average):
     """The generator of a GAN: a step of the critic is two products, one of both ten."""

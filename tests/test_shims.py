@@ -150,6 +150,8 @@ PUBLIC = {
         "flash_attn.ops.triton.layer_norm": "layer_norm_fn rms_norm_fn RMSNorm",
         "flash_attn.ops.triton.rotary": "apply_rotary",
         "flash_attn.ops.triton.cross_entropy": "cross_entropy_loss",
+        "flash_attn.utils.distributed": "all_gather all_gather_raw reduce_scatter reduce_scatter_raw all_reduce "
+        "all_reduce_raw",
     },
     "xformers": {
         "xformers.ops": "AttentionBias AttentionMask AttentionOp AttentionOpBase LowerTriangularMask SwiGLU swiglu "
@@ -210,6 +212,26 @@ def test_flash_attns_losses_and_layers_have_the_products_and_results_of_torchs()
     macs, attention = stepped("flash_attn", program).macs, 2 * 2 * 2 * 16 * 16 * 16
     dense = 2 * 16 * 64 * 96
     assert macs == 3 * dense + attention + 5 * attention // 2  # five products of the backward pass, not two
+
+
+def test_flash_attns_collectives_have_those_of_nccl_forward_and_the_opposite_ones_backward():
+    """Of 6 rows a rank, two ranks gather 12; of 12, each keeps 6. An all_reduce gives its gradient on as it is."""
+    import torch.distributed as dist
+
+    with flopmeter.cuda(A100, gpus=2, wishes=Wishes(shims=("flash_attn",))) as device:
+        from flash_attn.utils.distributed import all_gather, all_gather_raw, all_reduce, reduce_scatter
+
+        dist.init_process_group("nccl")
+        x = torch.zeros(6, 3, device="cuda", requires_grad=True)
+        whole = all_gather(x, dist.group.WORLD)
+        parts = reduce_scatter(whole * 2, dist.group.WORLD)
+        all_reduce(parts, dist.group.WORLD).sum().backward()
+        filled, handle = all_gather_raw(x.detach(), dist.group.WORLD, async_op=True)
+        handle.wait()
+        assert [each.shape for each in (whole, parts, x.grad, filled)] == [(12, 3), (6, 3), (6, 3), (12, 3)]
+    found = [kernel.cost.collective.kind for kernel in device.report().step.kernels if kernel.cost.collective]
+    forward, backward = ["all_gather", "reduce_scatter", "all_reduce"], ["all_gather", "reduce_scatter"]
+    assert found == [*forward, *backward, "all_gather"]
 
 
 def test_apex_updates_and_norms_are_one_kernel():

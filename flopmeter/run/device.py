@@ -17,6 +17,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -358,7 +359,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
         return
     with no_modes():
         inside = data.detach().requires_grad_(tensor.requires_grad)
-    with _is_itself(tensor):
+    with _is_itself(tensor), _whoever_looks():
         torch.utils.swap_tensors(tensor, inside)
 
 
@@ -369,7 +370,7 @@ def _parameters_keep_identity(module: Module) -> Iterator[None]:
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        with _is_itself(*module.parameters()):
+        with _is_itself(*module.parameters()), _whoever_looks():
             yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
@@ -387,6 +388,18 @@ def _is_itself(*tensors: Tensor) -> Iterator[None]:
             if type(tensor) is not kind:
                 tensor.__class__ = kind
             vars(tensor).update({**attributes, **vars(tensor)})
+
+
+@contextmanager
+def _whoever_looks() -> Iterator[None]:
+    """torch.utils.swap_tensors refuses a tensor to which there are weak references. They go on with the same object, as
+    they do between CPU and CUDA."""
+    looks_for = torch.utils.weakref  # type: ignore[attr-defined]
+    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda _: [])  # type: ignore[attr-defined, assignment]
+    try:
+        yield
+    finally:
+        torch.utils.weakref = looks_for  # type: ignore[attr-defined]
 
 
 def _script_to(module: Module, *args: Any, **kwargs: Any) -> Module:

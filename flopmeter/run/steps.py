@@ -206,7 +206,24 @@ class Steps:
         self._ends.append(self._now())
         self._word.wait()
         self._warm_ups += self._is_warm_up()
-        if self._most is not None and len(self._ends) - self._warm_ups >= self._most:
+        self._stop_after_most()
+
+    def _end_update(self) -> None:
+        """The leading optimizer has updated. If its step before had more updates, it may go on."""
+        since = range(self._ends[-1] if self._ends else 0, self._now())
+        if self._optimizers.begins_anew(lambda: self._has_backward(since)):
+            if self._has_enough():
+                raise StepsDone
+            self._end()
+        else:
+            self._ends[-1] = self._now()
+            self._stop_after_most()
+
+    def _has_enough(self) -> bool:
+        return self._most is not None and len(self._ends) - self._warm_ups >= self._most
+
+    def _stop_after_most(self) -> None:
+        if self._has_enough() and not self._optimizers.may_go_on:
             raise StepsDone
 
     def _is_warm_up(self) -> bool:
@@ -254,7 +271,7 @@ class Steps:
         if self._optimizers.ends_step(optimizer):
             if is_first:
                 self._calls_before = list(self._untrained_calls())
-            self._end()
+            self._end_update()
 
     def _is_outermost(self) -> bool:
         """What a checkpoint calls again in a backward pass is a part of that pass, and so is a compiled one."""

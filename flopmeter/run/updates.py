@@ -27,6 +27,8 @@ class Optimizers:
         self._made = weakref.WeakKeyDictionary[Optimizer, str]()  # where the program made each
         self._others: dict[str, list[int]] = {}  # where each of those that do not lead has stepped
         self._stepping: list[int] = []  # of those that are stepping: where each began
+        self._updated_now: set[int] = set()  # parameters that the leader has updated in this step
+        self._updates, self._updates_before = 0, 0  # of the leader, in this step and in the one before
         self.were_made = False
         self.idle_updates = 0  # calls of optimizer.step() that ran no op
 
@@ -58,6 +60,23 @@ class Optimizers:
             return True
         self._others.setdefault(self._named(optimizer), []).append(self._now())
         return False
+
+    def begins_anew(self, has_backward_since: Callable[[], bool]) -> bool:
+        """Whether the leader's update that has ended is the first of a step. DeepSpeed's ZeRO steps one group of
+        parameters after another: what updates others than those before it, with no backward pass between, goes on
+        with their step."""
+        updated = set(map(id, self._updated()))
+        anew = not self._updated_now or not updated.isdisjoint(self._updated_now) or has_backward_since()
+        if anew:
+            self._updates_before, self._updates, self._updated_now = self._updates, 0, set()
+        self._updates += 1
+        self._updated_now |= updated
+        return anew
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the step before had more updates than this one so far."""
+        return self._updates < self._updates_before
 
     def not_stepping_in(self, steady: range, ends: Sequence[int]) -> Iterator[tuple[str, int]]:
         """Optimizers that the program has made, but which do not step in this step, such as a generator's that steps

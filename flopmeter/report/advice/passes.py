@@ -20,8 +20,9 @@ def read_in(trace: Trace, part: range) -> set[int]:
 
 
 def grown_in(trace: Trace, part: range) -> set[int]:
-    """The gradients to which these ops add."""
-    return {trace.ops[each.op].inputs[0].storage for each in trace.accumulations if each.op in part}
+    """The gradients to which these ops add, and what hooks on gradients read."""
+    adding = (trace.ops[each.op] for each in trace.accumulations if each.op in part)
+    return {spec.storage for op in adding for spec in op.inputs}
 
 
 def differentiates_gradients(trace: Trace) -> bool:

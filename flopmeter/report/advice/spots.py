@@ -131,7 +131,8 @@ def _why(group: list[Timed], report: Report) -> str:
     if waits + for_link > over / 2:
         return WAITS if waits > for_link or report.cluster is None else WAITS_FOR_LINK
     kernel, timing = _furthest_above(group, report)
-    if ramps > over / 2:
+    over_here = timing.seconds - floor_of([(kernel, timing)], report)
+    if ramps > over / 2 or timing.floor_seconds > over_here / 2:
         starts = kernel.cost.work.kernels if isinstance(kernel.cost.work, VectorWork) else 1
         chain = f"{starts:,} kernels one after another, which take longer to start than to work"
         return chain if starts > 1 else "too small: launch and drain take longer than the work"

@@ -12,6 +12,8 @@ from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
 _DENSE_GRADIENTS = {aten.embedding_dense_backward: 1, aten._embedding_bag_backward: 1}  # place of the indices
+_PRODUCTS = (aten.mm, aten.addmm)
+_CASTS = (aten._to_copy, aten.clone)
 
 
 @remedy
@@ -54,22 +56,20 @@ FEW_ROWS = 4  # times as many rows has a table as a step reads, for sparse gradi
 
 def _only_looked_up(trace: Trace, sizes: dict[int, int]) -> dict[int, tuple[int, int]]:
     """Of each storage of such a table, its gradient and its states: the rows that it has and those that are read. Not
-    of a table that products read too, as one that is shared with a head."""
+    of a table that products read too, or parts or casts of it, as one that is shared with a head."""
     found: dict[int, tuple[int, int]] = {}
-    in_products: set[int] = set()
+    copied: dict[int, tuple[int, int]] = {}
+    shared: set[tuple[int, int]] = set()
     for op in trace.ops:
-        is_product = op.packet in (aten.mm, aten.addmm, aten.bmm)
         for spec in (*op.inputs, *op.outputs):
             if spec.shape and spec.shape[0] in sizes and len(spec.shape) == 2 and spec.is_strided:
                 found[spec.storage] = spec.shape[0], sizes[spec.shape[0]]
-            if is_product:
-                in_products.add(spec.storage)
-    shared = {found[number] for number in in_products & set(found)}
+        read = {tables[spec.storage] for spec in op.inputs for tables in (found, copied) if spec.storage in tables}
+        if op.packet in (*_PRODUCTS, aten.bmm):
+            shared |= read
+        elif op.packet in (*_CASTS, aten.cat):
+            copied |= {spec.storage: table for spec in op.outputs for table in read}
     return {number: size for number, size in found.items() if size not in shared}
-
-
-_PRODUCTS = (aten.mm, aten.addmm)
-_CASTS = (aten._to_copy, aten.clone)
 
 
 @remedy

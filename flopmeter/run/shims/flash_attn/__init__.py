@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flopmeter.run.shims.flash_attn import attention, benchmarks, norms, padding, rotary
+from flopmeter.run.shims.flash_attn import attention, benchmarks, collectives, norms, padding, rotary
 from flopmeter.run.shims.kernel import named
 
 _ROTARY = named(
@@ -44,5 +44,9 @@ MODULES: dict[str, dict[str, Any]] = {
     "flash_attn.utils.benchmark": named(
         benchmarks.benchmark_forward, benchmarks.benchmark_backward, benchmarks.benchmark_combined,
         benchmarks.benchmark_fwd_bwd, benchmarks.benchmark_all,
+    ),
+    "flash_attn.utils.distributed": named(
+        collectives.all_gather, collectives.all_gather_raw, collectives.reduce_scatter, collectives.reduce_scatter_raw,
+        collectives.all_reduce, collectives.all_reduce_raw,
     ),
 }  # fmt: skip
