@@ -41,7 +41,9 @@ def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Ha
     shape, implicit, item_bytes = work.shape, work.implicit, item_bytes_of(cost.dtype)
     if is_depthwise(shape, implicit):
         return busy
-    if not is_hopper(hardware):
+    if is_turned(shape, implicit, item_bytes, hardware):
+        extra = _turning(shape, item_bytes, hardware)
+    elif not is_hopper(hardware):
         extra = _copies(cost, work, hardware)
     elif has_long_filters(shape, implicit):
         busy, extra = _computing(busy, long_filter_seconds(implicit, hardware)), 0.0
@@ -72,6 +74,14 @@ def _copies(cost: Cost, work: ConvolutionWork, hardware: Hardware) -> float:
     return kernels * hardware.kernel_floor_seconds + copies
 
 
+def is_turned(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> bool:
+    """Whether images in NCHW are turned for kernels of 16 bits that take NHWC alone, which are all that cuDNN has from
+    Ampere on (`..._nhwckrsc_nhwc`; those of Volta and Turing write NCHW, `..._nhwc2nchw`). On Hopper, where the parts
+    of this were measured, filters over few channels have a rate of their own."""
+    is_ampere = hardware.compute_capability is not None and hardware.compute_capability >= (8, 0)
+    return is_ampere and not is_hopper(hardware) and item_bytes == 2 and not shape.channels_last and implicit.batch == 1
+
+
 def is_hopper(hardware: Hardware) -> bool:
     return hardware.compute_capability is not None and hardware.compute_capability[0] == 9
 
@@ -84,7 +94,9 @@ def _turning(shape: Convolution, item_bytes: float, hardware: Hardware) -> float
         return hardware.kernel_floor_seconds + parts / hardware.sustained_bandwidth_bytes_per_s if parts else 0.0
     seconds, side = 0.0, constants.TURNED_TILE_SIDE
     for planes in shape.tensors:
-        tiles = planes.images * ceil(planes.channels / side) * ceil(planes.positions / side)
+        tiles = (
+            planes.images * ceil(planes.channels / side) * ceil(planes.positions / side) if is_hopper(hardware) else 0
+        )
         turned = cycles_to_seconds(tiles * constants.TURNED_TILE_CYCLES / hardware.sm_count, hardware)
         nbytes = _turned_bytes(planes, item_bytes)
         seconds += hardware.kernel_floor_seconds
