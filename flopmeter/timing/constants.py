@@ -142,8 +142,8 @@ LANES_OF_SM = 128
 # --- convolutions ------------------------------------------------------------------------------------------
 
 # Input channels per filter at which a convolution on matrix units reaches half its rate, since the fragments of its
-# implicit GEMM are padded. Dense in NCHW and in NHWC layout (compiled models, and images that are turned, see `is_turned`),
-# and grouped by powers of two in NCHW, or on vector units. Fitted on [timm].
+# implicit GEMM are padded. Dense in NCHW and in NHWC (compiled models, and images that are turned by `is_turned`), and
+# grouped by powers of two in NCHW, or on vector units. Fitted on [timm].
 HALF_RATE_CHANNELS = 20
 HALF_RATE_CHANNELS_LAST = 1
 HALF_RATE_CHANNELS_GROUPED = 72
