@@ -78,10 +78,9 @@ def _result(case: ET.Element) -> Result:
     figures = {entry.get("name", ""): entry.get("value", "") for entry in case.iter("property")}
     skipped = case.find("skipped")
     reason = "" if skipped is None else (skipped.text or "").rpartition("Skipped: ")[2].strip("')\"")
-    # pytest gives a file that is skipped as a whole as a test without a class, by the file's name.
-    module, name = (
-        (case.get("classname", ""), case.get("name", "")) if case.get("classname") else (case.get("name", ""), "")
-    )
+    module, name = case.get("classname", ""), case.get("name", "")
+    if not module:  # a file that is skipped as a whole: pytest has it as a test of its name, without a class
+        module, name = name, ""
     return Result(module.rpartition(".")[2], name, outcome, figures, reason)
 
 

@@ -15,7 +15,7 @@ from flopmeter.device.cluster import Cluster, cluster_of
 from flopmeter.device.hardware import Hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import Mode
-from flopmeter.report.quantities import duration, figure, percent, with_prefix
+from flopmeter.report.quantities import counted, duration, figure, percent, with_prefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +113,7 @@ def notes_of(
     if own.decoder.part_of:
         notes.append(f"the language model of {own.decoder.part_of} alone: what it has for images or sound is left out")
     if picks := getattr(own.decoder.config, "num_experts_per_tok", None):
-        notes.append(
-            f"each token picks {picks} expert{'s' if picks != 1 else ''} of a layer; assumed: routing={own.routing!r}"
-        )
+        notes.append(f"each token picks {counted(picks, 'expert')} of a layer; assumed: routing={own.routing!r}")
     if states := own.decoder.state_bytes:
         notes.append(
             f"{with_prefix(states, 'B')} of a request's cache are states of linear attention, in fp32; none of their"

@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -350,24 +351,24 @@ def _keep_width_of_heads(model: Any, whole: Any) -> None:
 
 
 def _not_split(model: Any, whole: Any) -> str | None:
-    """The first block of a layer, such as its attention or its MLP, of which each rank keeps every matrix whole."""
-    blocks: dict[str, list[tuple[int, bool]]] = {}
+    """The first block of a layer, such as its attention or its MLP, of which each rank keeps every matrix whole. A
+    block of one matrix, such as a router, may lie so."""
+    sizes, layers = Counter[str](), Counter[str]()
+    are_whole: dict[str, list[bool]] = {}
     for (name, own), all_of_it in zip(model.named_parameters(), whole.parameters(), strict=True):
         if own.ndim == 2 and (match := _BLOCK.match(name)):
-            blocks.setdefault(match.group(), []).append((own.numel(), own.shape == all_of_it.shape))
-    layers: dict[str, int] = {}
-    for block, matrices in blocks.items():
-        layer = block.rpartition(".")[0]
-        layers[layer] = layers.get(layer, 0) + sum(size for size, _ in matrices)
-    for block, matrices in blocks.items():
-        size = sum(size for size, _ in matrices)
-        if (
-            len(matrices) > 1
-            and all(is_whole for _, is_whole in matrices)
-            and size > MOST_UNSPLIT * layers[block.rpartition(".")[0]]
-        ):
+            block = match.group()
+            sizes[block] += own.numel()
+            layers[_layer_of(block)] += own.numel()
+            are_whole.setdefault(block, []).append(own.shape == all_of_it.shape)
+    for block, each in are_whole.items():
+        if len(each) > 1 and all(each) and sizes[block] > MOST_UNSPLIT * layers[_layer_of(block)]:
             return block
     return None
+
+
+def _layer_of(block: str) -> str:
+    return block.rpartition(".")[0]
 
 
 def _sums(model: Any, whole: Any) -> int:
