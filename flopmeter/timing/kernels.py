@@ -40,6 +40,7 @@ from flopmeter.timing.bandwidth import (
     memory_seconds,
     miss_share,
     narrow_unit_seconds,
+    over_boost,
     resident_threads,
     rows_in_flight,
     scattered_seconds,
@@ -382,7 +383,7 @@ def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
     elements = sum(count * row.element_operations for count, row in zip(threads, untimed, strict=True))
     if not combining + elements:
         return 0.0
-    rate = hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
+    rate = hardware.vector_peak("fp32").flop_per_s * over_boost(hardware) * constants.PLAIN_ARITHMETIC_SHARE
     lanes_per_s = hardware.sm_count * clock_hz(hardware)
     if hardware.vendor == "amd":
         rate = min(rate, constants.AMD_LANES_PER_COMPUTE_UNIT * lanes_per_s)
