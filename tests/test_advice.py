@@ -106,7 +106,7 @@ def test_channels_last_is_told_of_fp32_convolutions_where_they_run_in_tf32_on_ma
     assert told == pytest.approx([before.seconds - mended.seconds] * len(told), rel=0.05)
 
 
-@pytest.mark.parametrize(("device", "is_told"), [("l4", False), ("h100-sxm5-80gb", True)])
+@pytest.mark.parametrize(("device", "is_told"), [("t4", False), ("h100-sxm5-80gb", True)])
 def test_channels_last_is_priced_with_the_copies_of_instance_norms(device, is_told):
     """They take images in NCHW and hand them on so: a copy before each, and one in the convolution that follows."""
 

@@ -327,8 +327,9 @@ def test_on_gddr_all_types_narrower_than_four_bytes_stream_at_one_rate_below_tha
 
 
 def test_cudnn_turns_image_filters_and_result_of_a_tf32_convolution_in_nchw():
-    """Of 1 x 1 filters, which move memory: two copies of all that the convolution itself moves once. Not with TF32
-    switched off, not in fp16, not for groups, and not before Ampere, where no unit takes tf32."""
+    """Of 1 x 1 filters, which move memory: two more passes over all that the convolution itself moves once, as fast as
+    memory streams. Not with TF32 switched off, not in fp16, not for groups, and not before Ampere, where no unit takes
+    tf32."""
 
     def extra(dtype=FP32, hardware=A100, groups=1):
         nchw, nhwc = (
@@ -341,7 +342,8 @@ def test_cudnn_turns_image_filters_and_result_of_a_tf32_convolution_in_nchw():
         return [only(lambda x=x: torch.conv2d(*x, groups=groups), hardware).work_seconds for x in (nchw, nhwc)]
 
     planes, together = extra()
-    assert 2.5 * together < planes < 4 * together
+    nbytes = 4 * (2 * 32 * 256 * 56 * 56 + 256 * 256)
+    assert planes - together == pytest.approx(2 * nbytes / A100.sustained_bandwidth_bytes_per_s, rel=0.1)
     for plain in (extra(FP16), extra(groups=8), extra(hardware=load_hardware("v100-sxm2-16gb"))):
         assert plain[0] < 1.6 * plain[1]
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -369,7 +371,6 @@ def test_a_16_bit_convolution_in_nchw_brings_five_more_kernels_on_amd():
     assert added == pytest.approx(5 * mi300x.kernel_floor_seconds)
     assert extra > 5 * mi300x.kernel_floor_seconds + 2 * nbytes / mi300x.bandwidth_bytes_per_s
     assert seconds(FP32, nchw, slower) == seconds(FP32, nchw)
-    assert seconds(FP16, nchw, A100.replace(kernel_floor_us=9)) == seconds(FP16, nchw, A100)
 
 
 # --- kernels of vector units -----------------------------------------------------------------------------------------

@@ -83,15 +83,17 @@ def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
 
 
 def _found(
-    parts: Sequence[tuple[int, _ByteRange, int]], seen: Mapping[int, _Seen], still: Callable[[_Moment], float]
+    asked: Sequence[tuple[int, _ByteRange, int]], seen: Mapping[int, _Seen], still: Callable[[_Moment], float]
 ) -> float:
     """How many bytes of these parts of storages are in the cache, where `still` is the share of what was seen at a
     moment that is still there."""
     hits = 0.0
-    for storage, part, nbytes in parts:
-        if storage in seen:
-            held = [part.share_of(other) * still(moment) for other, moment in seen[storage].items()]
-            hits += nbytes * min(1.0, sum(held))
+    for storage, part, nbytes in asked:
+        parts = seen.get(storage, {})
+        if len(parts) == 1 and part in parts:  # as of most tensors: the sum below, with less work
+            hits += nbytes * still(parts[part])
+        elif parts:
+            hits += nbytes * min(1.0, sum(part.share_of(other) * still(moment) for other, moment in parts.items()))
     return hits
 
 

@@ -142,8 +142,8 @@ LANES_OF_SM = 128
 # --- convolutions ------------------------------------------------------------------------------------------
 
 # Input channels per filter at which a convolution on matrix units reaches half its rate, since the fragments of its
-# implicit GEMM are padded. Dense in NCHW and in NHWC layout (compiled models), and grouped by powers of two in NCHW, or
-# on vector units. Fitted on [timm].
+# implicit GEMM are padded. Dense in NCHW and in NHWC (compiled models, and images that are turned by `is_turned`), and
+# grouped by powers of two in NCHW, or on vector units. Fitted on [timm].
 HALF_RATE_CHANNELS = 20
 HALF_RATE_CHANNELS_LAST = 1
 HALF_RATE_CHANNELS_GROUPED = 72
@@ -173,8 +173,7 @@ CONVOLUTION_DEPTH_BYTES = 64
 # kernels work on NHWC: three transpose input, weight and result. MIOpen in 16 bits: one more clears the result and one
 # casts it from fp32 (torch.profiler's trace of a ResNet in bf16 on an MI300X, AMD-AGI/TraceLens: five beside a forward
 # one, nine or ten beside the two of a backward one). cuDNN in tf32: `nchwToNhwcKernel` and back beside kernels named
-# nhwckrsc_nhwc (some, nhwckrsc_nchw, write NCHW). Before Hopper it converts 16 bits within the kernel: image models in
-# NCHW take 1.1 to 1.25 times as long as in NHWC [timm], where copies would double them.
+# nhwckrsc_nhwc (some, nhwckrsc_nchw, write NCHW). In 16 bits see `is_turned`.
 CONVERSIONS: Mapping[tuple[str, float], int] = {("amd", 2): 5, ("nvidia", 4): 3}
 
 # On Hopper (cuDNN 9.19 on an H100, torch 2.11, 2026-11: validation/traces) cuDNN turns all three tensors of a
@@ -232,7 +231,7 @@ LOOKUP_CYCLES = 1
 # Share of the streaming bandwidth, by the access pattern of a kernel.
 ACCESS_SHARE: Mapping[Access, float] = {
     "stream": 1.0,
-    "strided": 0.8,  # copies between layouts: one side is not contiguous; .8 to 1 are alike on [timm]
+    "strided": 1.0,  # copies between layouts: what they lack is in places, sectors and steps of their threads
     "window": 1.0,  # pooling: what it lacks is in its integer operations
     "gather": 0.7,  # elements by index
     "rows": 1.0,  # whole rows by index, each by a thread block of its own

@@ -41,7 +41,9 @@ def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Ha
     shape, implicit, item_bytes = work.shape, work.implicit, item_bytes_of(cost.dtype)
     if is_depthwise(shape, implicit):
         return busy
-    if not is_hopper(hardware):
+    if is_turned(shape, implicit, item_bytes, hardware):
+        extra = _turning(shape, item_bytes, hardware)
+    elif not is_hopper(hardware):
         extra = _copies(cost, work, hardware)
     elif has_long_filters(shape, implicit):
         busy, extra = _computing(busy, long_filter_seconds(implicit, hardware)), 0.0
@@ -72,6 +74,16 @@ def _copies(cost: Cost, work: ConvolutionWork, hardware: Hardware) -> float:
     return kernels * hardware.kernel_floor_seconds + copies
 
 
+def is_turned(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> bool:
+    """Whether images in NCHW are turned for kernels of 16 bits that take NHWC alone, which are all that cuDNN has from
+    Ampere on (`..._nhwckrsc_nhwc`; those of Volta and Turing write NCHW, `..._nhwc2nchw`). On Hopper, where the parts
+    of this were measured, filters over few channels have a rate of their own."""
+    if item_bytes != 2 or shape.channels_last or implicit.batch > 1:
+        return False
+    capability = hardware.compute_capability
+    return capability is not None and capability >= (8, 0) and capability[0] != 9
+
+
 def is_hopper(hardware: Hardware) -> bool:
     return hardware.compute_capability is not None and hardware.compute_capability[0] == 9
 
@@ -82,15 +94,23 @@ def _turning(shape: Convolution, item_bytes: float, hardware: Hardware) -> float
     if _is_plain_product(shape, item_bytes):
         parts = _part_bytes(shape)
         return hardware.kernel_floor_seconds + parts / hardware.sustained_bandwidth_bytes_per_s if parts else 0.0
-    seconds, side = 0.0, constants.TURNED_TILE_SIDE
+    bytes_per_s, has_tiles = hardware.sustained_bandwidth_bytes_per_s, is_hopper(hardware)
+    seconds = len(shape.tensors) * hardware.kernel_floor_seconds
     for planes in shape.tensors:
-        tiles = planes.images * ceil(planes.channels / side) * ceil(planes.positions / side)
-        turned = cycles_to_seconds(tiles * constants.TURNED_TILE_CYCLES / hardware.sm_count, hardware)
-        nbytes = _turned_bytes(planes, item_bytes)
-        seconds += hardware.kernel_floor_seconds
-        seconds += overlap(turned, nbytes / hardware.sustained_bandwidth_bytes_per_s, constants.VECTOR_OVERLAP)
-        seconds += _clearing(planes, item_bytes, hardware)
+        memory_seconds = _turned_bytes(planes, item_bytes) / bytes_per_s
+        if has_tiles:
+            memory_seconds = overlap(_tile_seconds(planes, hardware), memory_seconds, constants.VECTOR_OVERLAP)
+        seconds += memory_seconds
+        if planes.channels * item_bytes % constants.PADDED_BYTES:
+            seconds += _clearing(planes, item_bytes, hardware)
     return seconds
+
+
+def _tile_seconds(planes: Planes, hardware: Hardware) -> float:
+    """How long the tiles of a tensor keep the SMs, beside their traffic; measured on Hopper alone."""
+    side = constants.TURNED_TILE_SIDE
+    tiles = planes.images * ceil(planes.channels / side) * ceil(planes.positions / side)
+    return cycles_to_seconds(tiles * constants.TURNED_TILE_CYCLES / hardware.sm_count, hardware)
 
 
 def _is_plain_product(shape: Convolution, item_bytes: float) -> bool:
@@ -99,9 +119,10 @@ def _is_plain_product(shape: Convolution, item_bytes: float) -> bool:
     one only if the parts of these are fewer bytes than images that are turned."""
     if not shape.is_dense or max(shape.kernel) > 1 or not shape.tensors:
         return False
-    positions = shape.tensors[0].positions
-    turned = sum(_turned_bytes(planes, item_bytes) for planes in shape.tensors)
-    return positions == 1 or (positions % 2 == 0 and _part_bytes(shape) <= turned)
+    positions, parts = shape.tensors[0].positions, _part_bytes(shape)
+    if positions == 1 or positions % 2:
+        return positions == 1
+    return not parts or parts <= sum(_turned_bytes(planes, item_bytes) for planes in shape.tensors)
 
 
 def image_alignment_bytes(shape: Convolution, item_bytes: float) -> int:
@@ -114,8 +135,8 @@ def image_alignment_bytes(shape: Convolution, item_bytes: float) -> int:
 
 def _turned_bytes(planes: Planes, item_bytes: float) -> float:
     """Read, and written with the channels padded."""
-    padded = _padded_channels(planes, item_bytes)
-    return (planes.numel + planes.images * planes.positions * padded) * item_bytes
+    channels = planes.channels + _padded_channels(planes, item_bytes)
+    return planes.images * planes.positions * channels * item_bytes
 
 
 def _part_bytes(shape: Convolution) -> int:
@@ -146,7 +167,7 @@ def _clearing(planes: Planes, item_bytes: float, hardware: Hardware) -> float:
 
 def _padded_channels(planes: Planes, item_bytes: float) -> int:
     multiple = int(constants.PADDED_BYTES // item_bytes)
-    return ceil(planes.channels / multiple) * multiple
+    return -(-planes.channels // multiple) * multiple
 
 
 def _by_pixels(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> float:

@@ -40,6 +40,7 @@ from flopmeter.timing.bandwidth import (
     memory_seconds,
     miss_share,
     narrow_unit_seconds,
+    over_boost,
     resident_threads,
     rows_in_flight,
     scattered_seconds,
@@ -52,6 +53,7 @@ from flopmeter.timing.convolution import (
     image_alignment_bytes,
     is_depthwise,
     is_hopper,
+    is_turned,
     with_conversions,
 )
 from flopmeter.timing.gemm_kernels import (
@@ -203,6 +205,8 @@ def _convolution(
         rates = rates.within(peak.flop_per_s * peak.burst * ampere_kernel_share(hardware))
     if peak.unit == "matrix" and is_hopper(hardware) and not shape.channels_last:
         rates = _for_rows(image_alignment_bytes(shape, moved.item_bytes), rates, hardware, peak)
+    if peak.unit == "matrix" and is_turned(shape, implicit, moved.item_bytes, hardware):
+        shape = shape._replace(channels_last=True)
     busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
 
@@ -378,7 +382,7 @@ def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
     elements = sum(count * row.element_operations for count, row in zip(threads, untimed, strict=True))
     if not combining + elements:
         return 0.0
-    rate = hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
+    rate = hardware.vector_peak("fp32").flop_per_s * over_boost(hardware) * constants.PLAIN_ARITHMETIC_SHARE
     lanes_per_s = hardware.sm_count * clock_hz(hardware)
     if hardware.vendor == "amd":
         rate = min(rate, constants.AMD_LANES_PER_COMPUTE_UNIT * lanes_per_s)

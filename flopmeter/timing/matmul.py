@@ -228,7 +228,8 @@ def _adding_slices(way: Busy, partial_sums: int, rates: Rates) -> Busy:
     bytes_per_s = rates.bytes_per_s if nbytes > rates.cache else max(rates.bytes_per_s, rates.cache_bytes_per_s)
     seconds = 2 * nbytes / bytes_per_s
     extra = seconds + constants.SPLIT_K_CYCLES / rates.clock_hz
-    return way._replace(memory_seconds=way.memory_seconds + seconds, work_seconds=way.work_seconds + extra)
+    compute, memory, work, *rest = way
+    return Busy(compute, memory + seconds, work + extra, *rest)
 
 
 def fastest(ways: Iterable[Busy]) -> Busy:
