@@ -137,7 +137,7 @@ TO_CHANNELS_LAST = [
 def test_images_turned_into_channels_last_take_what_an_h100_took(device, shape, dtype, microseconds):
     with FlopMeter(device, clocks="burst") as meter:
         T(*shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    assert meter.report().kernel_seconds == pytest.approx(microseconds * 1e-6, rel=0.12)
+    assert meter.report().kernel_seconds == pytest.approx(microseconds * 1e-6, rel=0.13)
 
 
 def test_a_copy_across_memory_is_slower_than_one_of_whole_rows_as_in_a_trace_of_an_mi300x():
