@@ -81,7 +81,7 @@ def is_turned(shape: Convolution, implicit: Matmul, item_bytes: float, hardware:
     if item_bytes != 2 or shape.channels_last or implicit.batch > 1:
         return False
     capability = hardware.compute_capability
-    return capability is not None and capability >= (8, 0) and capability[0] != 9
+    return capability is not None and capability >= (8, 0) and not is_hopper(hardware)
 
 
 def is_hopper(hardware: Hardware) -> bool:
@@ -100,9 +100,7 @@ def _turning(shape: Convolution, item_bytes: float, hardware: Hardware) -> float
         memory_seconds = _turned_bytes(planes, item_bytes) / bytes_per_s
         if has_tiles:
             memory_seconds = overlap(_tile_seconds(planes, hardware), memory_seconds, constants.VECTOR_OVERLAP)
-        seconds += memory_seconds
-        if planes.channels * item_bytes % constants.PADDED_BYTES:
-            seconds += _clearing(planes, item_bytes, hardware)
+        seconds += memory_seconds + _clearing(planes, item_bytes, hardware)
     return seconds
 
 
@@ -119,10 +117,9 @@ def _is_plain_product(shape: Convolution, item_bytes: float) -> bool:
     one only if the parts of these are fewer bytes than images that are turned."""
     if not shape.is_dense or max(shape.kernel) > 1 or not shape.tensors:
         return False
-    positions, parts = shape.tensors[0].positions, _part_bytes(shape)
-    if positions == 1 or positions % 2:
-        return positions == 1
-    return not parts or parts <= sum(_turned_bytes(planes, item_bytes) for planes in shape.tensors)
+    positions = shape.tensors[0].positions
+    turned = sum(_turned_bytes(planes, item_bytes) for planes in shape.tensors)
+    return positions == 1 or (positions % 2 == 0 and _part_bytes(shape) <= turned)
 
 
 def image_alignment_bytes(shape: Convolution, item_bytes: float) -> int:
@@ -167,7 +164,7 @@ def _clearing(planes: Planes, item_bytes: float, hardware: Hardware) -> float:
 
 def _padded_channels(planes: Planes, item_bytes: float) -> int:
     multiple = int(constants.PADDED_BYTES // item_bytes)
-    return -(-planes.channels // multiple) * multiple
+    return ceil(planes.channels / multiple) * multiple
 
 
 def _by_pixels(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> float:

@@ -80,9 +80,10 @@ class Busy(NamedTuple):
             max(self.sms, other.sms),
         )
 
-    def with_traffic(self, seconds: float) -> Busy:
-        """And so much memory traffic of other kernels, before or after it."""
-        return self._replace(memory_seconds=self.memory_seconds + seconds, work_seconds=self.work_seconds + seconds)
+    def with_traffic(self, seconds: float, start_seconds: float = 0.0) -> Busy:
+        """And so much memory traffic of other kernels, before or after it, with the time in which they start."""
+        compute, memory, work, *rest = self  # not by `_replace`, since products are tried in many ways
+        return Busy(compute, memory + seconds, work + (seconds + start_seconds), *rest)
 
 
 class _Tile(NamedTuple):
@@ -226,10 +227,7 @@ def _adding_slices(way: Busy, partial_sums: int, rates: Rates) -> Busy:
     them in the L2 cache if they fit."""
     nbytes = constants.PARTIAL_SUM_BYTES * partial_sums
     bytes_per_s = rates.bytes_per_s if nbytes > rates.cache else max(rates.bytes_per_s, rates.cache_bytes_per_s)
-    seconds = 2 * nbytes / bytes_per_s
-    extra = seconds + constants.SPLIT_K_CYCLES / rates.clock_hz
-    compute, memory, work, *rest = way
-    return Busy(compute, memory + seconds, work + extra, *rest)
+    return way.with_traffic(2 * nbytes / bytes_per_s, constants.SPLIT_K_CYCLES / rates.clock_hz)
 
 
 def fastest(ways: Iterable[Busy]) -> Busy:

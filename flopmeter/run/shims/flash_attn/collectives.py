@@ -3,11 +3,14 @@ asynchronous, and ones through which gradients go."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_Raw = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
 def all_gather_raw(input_: Tensor, process_group: Any, async_op: bool = False) -> tuple[Tensor, Any]:
@@ -25,47 +28,27 @@ def all_reduce_raw(input_: Tensor, process_group: Any, async_op: bool = False) -
     return total, dist.all_reduce(total, group=process_group, async_op=async_op)
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return all_gather_raw(part, group)[0]
+class _Through(torch.autograd.Function):
+    """A collective, and the one that its gradient goes through; None: the gradient is that of the result."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return reduce_scatter_raw(gradient, ctx.group)[0], None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return reduce_scatter_raw(whole, group)[0]
+    def forward(ctx: Any, x: Tensor, collective: _Raw, of_gradient: _Raw | None, group: Any) -> Tensor:
+        ctx.of_gradient, ctx.group = of_gradient, group
+        return collective(x, group)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return all_gather_raw(gradient, ctx.group)[0], None
-
-
-class _Summed(torch.autograd.Function):
-    """Each rank goes on with the sum, so the gradient is that of the part as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        return all_reduce_raw(part, group)[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
+        return gradient if ctx.of_gradient is None else ctx.of_gradient(gradient, ctx.group)[0], None, None, None
 
 
 def all_gather(input_: Tensor, process_group: Any) -> Any:
-    return _Gathered.apply(input_, process_group)  # type: ignore[no-untyped-call]
+    return _Through.apply(input_, all_gather_raw, reduce_scatter_raw, process_group)  # type: ignore[no-untyped-call]
 
 
 def reduce_scatter(input_: Tensor, process_group: Any) -> Any:
-    return _Scattered.apply(input_, process_group)  # type: ignore[no-untyped-call]
+    return _Through.apply(input_, reduce_scatter_raw, all_gather_raw, process_group)  # type: ignore[no-untyped-call]
 
 
 def all_reduce(input_: Tensor, process_group: Any) -> Any:
-    return _Summed.apply(input_, process_group)  # type: ignore[no-untyped-call]
+    """Each rank goes on with the sum, so the gradient is that of the part as it is."""
+    return _Through.apply(input_, all_reduce_raw, None, process_group)  # type: ignore[no-untyped-call]
