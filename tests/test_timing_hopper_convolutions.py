@@ -137,6 +137,43 @@ def test_depthwise_gradients_take_about_as_long_as_on_an_h100(name):
     assert meter.report().kernel_seconds * 1e6 == pytest.approx(microseconds, rel=0.25)
 
 
+# Microseconds of both gradients and of their kernels' sums, in channels-last (h100_kernels_conv): `sm90_xmma_dgrad` and
+# `sm90_xmma_wgrad_indexed` with tiles of 64 x 64 to 256 x 128.
+DENSE_GRADIENTS = {
+    "64 channels, tf32": (874, (256, 64, 56, 56), 64, 3, torch.float32),
+    "128 channels, tf32": (494, (256, 128, 28, 28), 128, 3, torch.float32),
+    "512 channels, tf32": (450, (256, 512, 7, 7), 512, 3, torch.float32),
+    "64 channels": (280, (256, 64, 56, 56), 64, 3, BF16),
+    "64 channels under 128 filters": (98, (8, 64, 128, 128), 128, 3, BF16),
+    "1 x 1": (374, (256, 256, 56, 56), 64, 1, BF16),
+}
+
+
+def gradients(images, filters, side, dtype):
+    """Seconds of both."""
+    x = tensor(images, dtype, channels_last=True, requires_grad=True)
+    weight = tensor((filters, images[1], side, side), dtype, requires_grad=True)
+    with FlopMeter("h100-sxm5-80gb"):
+        out = nn.functional.conv2d(x, weight, padding=side // 2)
+    with FlopMeter("h100-sxm5-80gb", clocks="burst") as meter:
+        out.backward(torch.empty_like(out))
+    return meter.report().kernel_seconds
+
+
+@pytest.mark.parametrize("name", DENSE_GRADIENTS)
+def test_dense_gradients_take_about_as_long_as_on_an_h100(name):
+    microseconds, *case = DENSE_GRADIENTS[name]
+    assert gradients(*case) * 1e6 == pytest.approx(microseconds, rel=0.15)
+
+
+def test_filters_over_few_channels_pass_more_bytes_through_shared_memory_than_matrix_units_take_meanwhile():
+    """As many FLOPs over a quarter of the channels, at sixteen times the positions. Of a tile of 64 x 64 an SM
+    multiplies 16 steps of the depth in 32 cycles, and 8 KiB of operands arrive and are read, which takes 64. Of 256 x
+    128 it has 256 cycles for 36 KiB, 288. No tile is wider than the channels, since none takes two positions."""
+    narrow, wide = (gradients(*case, 3, BF16) for case in (((256, 64, 56, 56), 64), ((256, 256, 14, 14), 256)))
+    assert 1.4 * wide < narrow < (64 / 32) / (288 / 256) * wide
+
+
 def test_the_first_layer_of_a_resnet_has_a_kernel_of_its_own_in_fp16():
     """287 us on an H100 (validation/traces, resnet50_infer_compiled), with the copy that pads the image."""
     case = ((128, 3, 224, 224), (64, 3, 7, 7), 2, True)

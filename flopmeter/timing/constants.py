@@ -77,6 +77,14 @@ MATMUL_CACHE_BYTES_PER_CYCLE = 8
 OPERAND_BYTES_PER_CYCLE = 64
 OPERAND_OVERLAP = 4.0
 
+# Bytes that an SM's shared memory passes in a clock cycle (32 banks of 4 bytes; CUDA programming guide), and the rows
+# of an instruction of Hopper's matrix units (PTX ISA, `wgmma`: m64nNk16).
+SHARED_MEMORY_BYTES_PER_CYCLE = 128
+WGMMA_ROWS = 64
+
+# An operand's element: the only type of so many bytes that matrix units multiply.
+TF32_BYTES = 4
+
 # Split-K: into how many slices K may be split when a matmul has too few tiles to fill the device (not for batched
 # matmuls, for which cuBLAS has no such kernels), how many waves of slices suffice, the least depth of a slice, bytes of
 # a partial sum (fp32), and the clock cycles of the kernel that adds them: 2,900 on A100, 3,600 on L40S, 5,200 on H100

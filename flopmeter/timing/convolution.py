@@ -27,12 +27,26 @@ def convolution(
     for tiles; their rate depends only on the number of channels."""
     if implicit.batch > 1:
         return _grouped(shape, implicit, moved, rates, on_matrix_units)
+    if on_matrix_units and rates.kernels.shared_memory_passes:
+        return _from_shared_memory(shape, implicit, moved, rates)
     if on_matrix_units:
         return price_matmul(implicit, moved, rates.slowed(channel_share(shape)))
     direct = price_matmul(implicit, moved, rates)
     if not suits_winograd(shape, implicit):
         return direct
     return fastest((direct, _winograd(shape, implicit, moved, rates)))
+
+
+def _from_shared_memory(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
+    """By Hopper's kernels. A gradient of filters is a product for each position of the filter, since no tile takes two
+    (`wgrad_indexed`: 64 columns for 64 channels). Its depth are pixels, whose channels lie side by side: `wgmma` takes
+    operands of 16 bits like that, and those of 32 only turned (PTX ISA), once more out of shared memory and in."""
+    if shape.computes == "filter gradient":
+        positions = prod(shape.kernel) if shape.channels * moved.item_bytes > constants.PADDED_BYTES else 1
+        implicit = Matmul(positions, implicit.m, implicit.n // positions, implicit.k)
+        if moved.item_bytes == constants.TF32_BYTES:
+            rates = rates._replace(kernels=rates.kernels._replace(shared_memory_passes=3))
+    return price_matmul(implicit, moved, rates)
 
 
 def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Hardware, flop_per_s: float) -> Busy:

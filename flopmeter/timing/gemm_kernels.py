@@ -38,6 +38,8 @@ class GemmKernels(NamedTuple):
     operand_bytes_per_cycle: float = constants.OPERAND_BYTES_PER_CYCLE  # that an SM loads at most
     loads_inside: bool = False  # only what is inside of the matrix; else whole tiles, with zeros
     cluster: int = 0  # thread blocks that share what they load; 0: what a tile's loads cost it is in the exponent
+    shared_memory_passes: int = 0  # of what is loaded, before instructions read it there; 0: shared memory is no bound
+    splits_batches: bool = False  # the depth of batched products may be split too
     ran: tuple[int, int] | None = None  # the tile of the kernel that ran, if that is known
 
 
@@ -95,6 +97,15 @@ WARP_SPECIALIZED = MMA._replace(
     tiles=_TILES_BY_16, tile_exponent=0.0, depth_step_bytes=128, stores_each_tile=False, cluster=2
 )
 ON_TWO_SMS = WARP_SPECIALIZED._replace(cluster=4, memory_share=1.0)  # copies were not measured on Blackwell
+# cuDNN's on Hopper (`sm90_xmma_fprop_implicit_gemm_bf16..._tilesize256x64x32_...`) come in powers of two, without
+# clusters, and with one block on an SM. `wgmma` reads operands from shared memory, where they arrive too. A tile of
+# 64 x 64 passes 512 bytes of 16-bit operands in 4 cycles for multiply-adds of 2, one of 256 x 128 2,304 in 18 for 16.
+WARP_SPECIALIZED_CONVOLUTIONS = WARP_SPECIALIZED._replace(
+    tiles=tuple((m, n) for m in (64, 128, 256) for n in (64, 128, 256) if m * n <= 128 * 256),
+    cluster=1,
+    shared_memory_passes=1,
+    splits_batches=True,
+)
 # GeForce adds in fp32 at half rate: one thread block keeps the matrix units of an SM busy while another one stores.
 HALF_RATE_MMA = MMA._replace(stores_each_tile=False)
 # cuDNN's implicit GEMMs on matrix units: narrow tiles for few filters, and several thread blocks on an SM, of which one
@@ -207,9 +218,9 @@ def gemm_kernels(
         return family._replace(tiles=_FEW_ROWS + family.tiles, least_batched_side=min(_FEW_ROWS)[0])
     if peak.unit != "matrix":
         return SIMT
-    if convolves:
-        return CONVOLUTIONS
     capability = hardware.compute_capability or _ASYNCHRONOUS_COPIES
+    if convolves:
+        return WARP_SPECIALIZED_CONVOLUTIONS if capability[0] == min(_WARP_SPECIALIZED_MAJORS) else CONVOLUTIONS
     if capability[0] in _WARP_SPECIALIZED_MAJORS:
         return WARP_SPECIALIZED if capability[0] == min(_WARP_SPECIALIZED_MAJORS) else ON_TWO_SMS
     if capability < _ASYNCHRONOUS_COPIES:

@@ -79,8 +79,6 @@ from flopmeter.timing.matmul import (
     unpacking,
 )
 
-TF32_BYTES = 4  # an operand's element: the only type of so many that matrix units multiply
-
 
 class Price(NamedTuple):
     """How long a kernel keeps arithmetic and memory busy, and its class, which has an error band."""
@@ -170,7 +168,8 @@ def _matmuls(
     if isinstance(work, GroupedMatmulWork):
         return side_by_side(work.matmuls, moved, rates), "grouped product"
     slow = _for_rows(work.alignment_bytes, rates, hardware, peak) if peak.unit == "matrix" else rates
-    if isinstance(work, MatmulWork) and work.across_depth and peak.unit == "matrix" and moved.item_bytes == TF32_BYTES:
+    across_depth = isinstance(work, MatmulWork) and work.across_depth
+    if across_depth and peak.unit == "matrix" and moved.item_bytes == constants.TF32_BYTES:
         # `wgmma` turns operands of 16 bits alone around (PTX ISA, "Strides" of its matrices in shared memory).
         turned = rates.slowed(ampere_kernel_share(hardware)) if is_hopper(hardware) else rates
         slow, rates = turned if slow is rates else slow, turned

@@ -137,7 +137,8 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
         compute = 2 * batch * m * n * k / rates.flop_per_s
         memory = moved.memory_bytes / rates.bytes_per_s
         return Busy(compute, memory, overlap(compute, memory, rates.kernels.overlap_exponent))
-    least_side, splits = (rates.kernels.least_batched_side, (1,)) if batch > 1 else (0, constants.SPLIT_K)
+    least_side = rates.kernels.least_batched_side if batch > 1 else 0
+    splits = constants.SPLIT_K if batch == 1 or rates.kernels.splits_batches else (1,)
     ways = []
     for tile in _fitting(_tiles(rates.kernels, least_side), m, n):
         rows, columns, _ = tile
@@ -207,6 +208,9 @@ def _in_waves(
     tile_flops = 2 * tile.rows * tile.columns * depth
     multiplied = rates.sm_count * tile_flops / (rates.issue_flop_per_s * tile.rate_share)
     loaded = loads * depth * moved.item_bytes / (kernels.operand_bytes_per_cycle * rates.clock_hz)
+    if kernels.shared_memory_passes:
+        passed = _shared_elements(tile, kernels) * depth * moved.item_bytes
+        multiplied = max(multiplied, passed / (constants.SHARED_MEMORY_BYTES_PER_CYCLE * rates.clock_hz))
     main_loop = overlap(multiplied, loaded, constants.OPERAND_OVERLAP)
     store = stored_bytes * rates.sm_count / rates.cache_bytes_per_s
     compute = waves * (main_loop + kernels.wave_cycles / rates.clock_hz)
@@ -214,6 +218,14 @@ def _in_waves(
     memory = moved.memory_bytes / rates.bytes_per_s
     work = overlap(compute, memory, kernels.overlap_exponent)
     return Busy(compute, memory, work, kernels.latency_cycles / rates.clock_hz, tiles / (waves * rates.sm_count))
+
+
+def _shared_elements(tile: _Tile, kernels: GemmKernels) -> int:
+    """Elements that pass an SM's shared memory for each step of the depth: loads of both operands arrive there, and
+    each instruction of `wgmma` reads 64 rows of one and all columns of the other."""
+    instructions = ceil(tile.rows / constants.WGMMA_ROWS)
+    read = instructions * (constants.WGMMA_ROWS + tile.columns)
+    return read + kernels.shared_memory_passes * (tile.rows + tile.columns)
 
 
 def _with_power(way: Busy, macs: int, rates: Rates) -> Busy:
