@@ -273,6 +273,7 @@ def test_a_row_more_takes_no_power_for_the_tile_that_it_opens():
         ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize96x64x32_stage4_warpsize2x2x1", True, (96, 64), 1),
         ("cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x64_64x6_tn_align8", True, (128, 64), 1),
         ("ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn", True, (128, 256), 1),
+        ("cutlass_75_tensorop_bf16_s1688gemm_bf16_256x128_tn_align1", False, (256, 128), 1),
         ("volta_sgemm_32x32_sliced1x4_tn", False, (32, 32), 1),
         ("Cijk_Alik_Bljk_BBS_BH_Bias_HAS_SAV_UserArgs_MT256x128x64_MI16x16x1_SN", False, (256, 128), 1),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >", False, None, 1),

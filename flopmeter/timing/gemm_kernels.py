@@ -173,7 +173,7 @@ _TILES_IN_NAMES = tuple(
         r"nvjet_\w+?_(\d+)x(\d+)_\d+x\d+_(\d+)x(\d+)_",
         r"_tilesize(\d+)x(\d+)x\d+",
         r"_(\d+)x(\d+)_\d+x\d+_(?:[nt][nt]|nhwc)_align",
-        r"gemm\w*?_(\d+)x(\d+)_(?:ldg|sliced|[nt][nt]\b)",
+        r"gemm\w*?_(\d+)x(\d+)_(?:ldg|sliced|[nt][nt](?:_align|\b))",
         r"Cijk_\w+?_MT(\d+)x(\d+)x\d+",
     )
 )
