@@ -131,3 +131,28 @@ def test_blocks_that_share_a_result_are_joined_by_one(device):
     shared = blocks_of_result(ThreadGrid(1, 256, 10**7, joiners=32), load_hardware(device))
     assert shared > 10**4 if device == H100 else shared == 304
     assert blocks_of_result(ThreadGrid(1, 256, 40, joiners=32), load_hardware(device)) == 3  # 16 inputs for each
+
+
+# Microseconds of bf16 sums of columns by devices, with as many blocks as the registers of all SMs hold, and more.
+IN_WAVES = [
+    (H100, 12288, 768, 23.0), (H100, 8192, 1024, 18.6), (H100, 3136, 3072, 14.3), (H100, 3992, 3072, 19.6),
+    (H100, 12544, 2048, 35.1), (H100, 16384, 2304, 46.2), ("h200-sxm-141gb", 8000, 5120, 33.4),
+    ("h200-sxm-141gb", 16384, 2304, 37.8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "rows", "columns", "microseconds"), IN_WAVES)
+def test_sums_of_columns_take_about_as_long_as_in_profiles_of_programs(device, rows, columns, microseconds):
+    _, timing = last(lambda: meta(rows, columns, dtype=BF16).sum(0), device)
+    assert timing.seconds * 1e6 == pytest.approx(microseconds, rel=0.15)
+
+
+def test_blocks_of_many_registers_run_in_more_waves():
+    """54 registers are given as 56: 65,536 of an SM are enough for nine blocks of 128 threads, where its 2,048 threads
+    would be sixteen. Each wave of blocks that share a result ends with one more exchange."""
+    nine = 132 * 9 // 4
+    one, two = (walked(4, 128, steps=16 * blocks, joiners=4, registers=54) for blocks in (nine, nine + 1))
+    assert two.seconds == 2 * one.seconds
+    assert two.last_seconds > one.last_seconds + 2e-6
+    few = [walked(4, 128, steps=16 * blocks, joiners=4, registers=32) for blocks in (nine, nine + 1)]
+    assert few[0].seconds == few[1].seconds == one.seconds

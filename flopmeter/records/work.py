@@ -237,6 +237,7 @@ class ThreadGrid(NamedTuple):
     cycles: int = 0  # between two of its steps, in which it waits for what others of its block compute
     operations: int = 0  # integer instructions of a thread
     joiners: int = 0  # threads that add up the parts of one result; 0: the inputs of a result stay in one block
+    registers: int = 0  # of a thread, on NVIDIA's; 0: few enough that an SM holds as many threads as it can
     chains: int = 1  # of instructions of a thread that do not wait for each other, such as those of several elements
     by_element: bool = False  # an element-wise kernel; its first access is that of the kernel, which is priced apart
     loop: GridLoop | None = None  # if no more blocks start than an SM is to hold; `blocks` is what would do without

@@ -110,6 +110,11 @@ def _threads_by_registers(of_thread: Registers, hardware: Hardware) -> int:
     (_, registers), *_ = of_thread
     for capability, compiled in of_thread:
         registers = compiled if capability <= 10 * major + minor else registers
+    return threads_by_registers(registers)
+
+
+def threads_by_registers(registers: int) -> int:
+    """How many threads an SM of NVIDIA's has registers for, if each takes so many."""
     granted = ceil(registers / constants.REGISTERS_AT_A_TIME) * constants.REGISTERS_AT_A_TIME
     return constants.REGISTERS_OF_SM // granted
 

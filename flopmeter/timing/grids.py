@@ -8,7 +8,7 @@ from typing import NamedTuple
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import GridLoop, ThreadGrid
 from flopmeter.timing import constants
-from flopmeter.timing.bandwidth import cycles_to_seconds, resident_threads
+from flopmeter.timing.bandwidth import cycles_to_seconds, resident_threads, threads_by_registers
 
 
 class GridTime(NamedTuple):
@@ -27,14 +27,15 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
         return GridTime()
     shared = blocks_of_result(grid, hardware)
     blocks, steps = grid.blocks * shared, ceil(ceil(grid.steps / shared) / grid.at_a_time)
-    at_a_time = min(resident_threads(hardware) // grid.threads, constants.MOST_BLOCKS_PER_SM) * hardware.sm_count
+    at_a_time = _blocks_of_sm(grid, hardware) * hardware.sm_count
     of_memory, of_cache = _step_cycles(grid)
     access = (1.0 - cached_share) * of_memory + cached_share * of_cache
     started, turns = blocks_of_loop(grid.loop, hardware) if grid.loop else (blocks, 1)
     waves = max(turns, blocks / at_a_time)
     joining = 0.0
     if shared > 1:
-        joining = constants.LAST_BLOCK_CYCLES + ceil(shared / grid.joiners) * constants.JOINING_STEP_CYCLES
+        waves = ceil(waves)
+        joining = waves * constants.LAST_BLOCK_CYCLES + ceil(shared / grid.joiners) * constants.JOINING_STEP_CYCLES
     filling = constants.LANES_OF_SM * constants.ARITHMETIC_LATENCY_CYCLES
     share_of_sm = min(1.0, grid.threads * grid.chains / filling)
     walking = waves * steps * (access + grid.cycles)
@@ -47,6 +48,14 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
         min(1.0, blocks / hardware.sm_count),
         cycles_to_seconds(joining, hardware),
     )
+
+
+def _blocks_of_sm(grid: ThreadGrid, hardware: Hardware) -> int:
+    """As many as its threads and, on NVIDIA's, its registers allow."""
+    most = min(resident_threads(hardware) // grid.threads, constants.MOST_BLOCKS_PER_SM)
+    if not grid.registers or hardware.vendor != "nvidia":
+        return most
+    return min(most, threads_by_registers(grid.registers) // grid.threads)
 
 
 def _step_cycles(grid: ThreadGrid) -> tuple[float, float]:
