@@ -290,7 +290,7 @@ def _others_until(number: int, report: Report, ranks: Set[int]) -> float:
 
 
 def _latest(number: int, report: Report) -> int | None:
-    """Of what the launch waited for on other streams, that which ended last."""
+    """The kernel that ended last among those on other streams that this launch waited for."""
     placements = report.launches.placements or []
     return max(placements[number].after, key=lambda each: report.timings[each].end_seconds, default=None)
 

@@ -89,7 +89,7 @@ class Scaling(Shown):
 
     @property
     def best(self) -> LayoutRow | None:
-        """Of the layouts that fit, the one with the most items per second and GPU (else the least GPU time a step)."""
+        """The layout with the most items per second and GPU (else the least GPU time a step), among those that fit."""
         fitting = [row for row in self.rows if row.fits is not False]
         return min(fitting, key=_gpu_seconds_per_item, default=None)
 

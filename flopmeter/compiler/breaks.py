@@ -31,7 +31,7 @@ class Breaks:
         return compile_subgraph
 
     def before(self, model: Any) -> tuple[GraphBreak, ...]:
-        """Those that led to this graph, and the one that ends it."""
+        """The breaks that led to this graph, and the one that ends it."""
         self._told = getattr(model, "compile_subgraph_reason", None)
         waiting, self._waiting = self._waiting, []
         return (*waiting, *_in_words(self._told))

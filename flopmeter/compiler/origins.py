@@ -163,7 +163,7 @@ def _traced(size: Any) -> int:
 
 
 def _work(node: Any, call: Call | None) -> _NodeWork:
-    """Of a node by the rules of `costs`. Views are element-wise and free."""
+    """The work of a node by the rules of `costs`. Views are element-wise and free."""
     if call is None and isinstance(node.target, HigherOrderOperator):
         return _scanned(node)
     own = _own_work(node)
@@ -178,7 +178,7 @@ def _work(node: Any, call: Call | None) -> _NodeWork:
 
 
 def _scanned(node: Any) -> _NodeWork:
-    """Of a scan, which combines each element with what came before it: once each, as a cumulative sum adds."""
+    """The work of a scan, which combines each element once with what came before it, as a cumulative sum adds."""
     combine = getattr(node.graph.owning_module, node.args[0].target)
     work = [_work(each, None) for each in combine.graph.nodes if is_work(each)]
     if any(each.op_class == UNCOUNTED for each in work):

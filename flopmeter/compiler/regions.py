@@ -58,7 +58,7 @@ class Regions:
         return self._bytes(reads), self._bytes(writes)
 
     def _steps(self, node: Any) -> int:
-        """Of all loops of the node; 1 where it has none."""
+        """The number of iterations of all loops of the node; 1 where it has none."""
         return prod(self._sizes(size) for loops in node.get_ranges() for size in loops) if _is_loops(node) else 1
 
     def _read(self, node: Any) -> Iterator[Any]:

@@ -251,8 +251,8 @@ class _Paths:
 
 
 def _whose_method(values: Mapping[str, Any]) -> nn.Module | None:
-    """Of the function with these local variables: its first, or `self`, which Dynamo passes on in any place to the
-    function that it makes of what follows a graph break."""
+    """The module whose method has these local variables: the first one, or `self`, which Dynamo may pass in any place
+    to the function that it makes of what follows a graph break."""
     first = next(iter(values.values()), None)
     return next((value for value in (first, values.get("self")) if isinstance(value, nn.Module)), None)
 

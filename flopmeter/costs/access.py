@@ -73,7 +73,7 @@ class Walk(NamedTuple):
     blocks_host: bool = False
 
     def over(self, operands: Sequence[TensorSpec]) -> Walk:
-        """The same of a kernel that walks these operands together, outputs first."""
+        """The same, for a kernel that walks these operands together, outputs first."""
         looked_up = index_operations(operands)
         return self._replace(
             index_operations=looked_up, scatter=scatter_of(operands), grid=elements_grid(operands, looked_up)
@@ -100,7 +100,8 @@ def walk(call: Call) -> Walk:
 
 
 def _reduction(call: Call, joining: tuple[int, int]) -> Walk:
-    """Of a reduction over some dimensions, or over all. `joining`: see above."""
+    """How a reduction over some dimensions, or over all, walks its input. `joining`: instructions to join two values,
+    and two in 16 bits."""
     x, dims = call.inputs[0], call.get("dim")
     has_indices = len(call.outputs) == 2 and call.func.overloadpacket in (aten.max, aten.min)
     operations = (_PAIR if has_indices else joining)[x.dtype in HALVES]

@@ -37,7 +37,7 @@ def host_work_notes(trace: Trace) -> list[str]:
 
 
 def staging_notes(kernels: Iterable[Kernel], host: Host) -> list[str]:
-    """Of copies between the device and memory that is not page-locked, which the host copies itself first."""
+    """A note on copies between the device and memory that is not page-locked, which the host has to copy first."""
     nbytes = sum(kernel.cost.staged_bytes for kernel in kernels)
     if nbytes < LEAST_BYTES:
         return []

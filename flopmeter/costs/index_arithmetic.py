@@ -88,9 +88,9 @@ def index_operations(operands: Sequence[TensorSpec]) -> int:
 
 
 def elements_grid(operands: Sequence[TensorSpec], operations: int) -> ThreadGrid | None:
-    """Of a kernel that takes so many operations to work out where its elements lie. A thread loads, computes and stores
-    one after another, since what it stores might be what it loads next. None where vectors are loaded, or nothing but
-    repeated elements, for which a thread does not wait."""
+    """The grid of a kernel that needs this many operations to work out where its elements lie. A thread loads, computes
+    and stores one element after another, since what it stores might be what it loads next. None where vectors are
+    loaded, or only repeated elements, for which a thread does not wait."""
     out, *inputs = operands
     if not operations or all(2 * spec.distinct_elements <= out.numel for spec in inputs):
         return None

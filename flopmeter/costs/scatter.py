@@ -22,7 +22,7 @@ LINE_BYTES, SECTOR_BYTES = 128, 32
 
 
 def scatter_of(operands: Sequence[TensorSpec]) -> Scatter:
-    """Of a kernel that walks these operands, outputs first."""
+    """How the accesses of a kernel are scattered that walks these operands, outputs first."""
     on_device, runs = walked_runs(operands)
     if not runs or not operands[0].numel:
         return Scatter()

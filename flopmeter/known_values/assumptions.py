@@ -170,8 +170,8 @@ class Assumptions:
         return counted
 
     def uses_in(self, ops: range | None) -> Iterator[Assumption]:
-        """Those while these ops ran, in the order of first use; None: all. What a program asks while it is set up
-        decides nothing of a step."""
+        """The assumptions used while these ops ran, in the order of first use; None: all. What a program asks during
+        set-up decides nothing about a step."""
         for use, when in self._uses.items():
             if count := len(when) if ops is None else sum(ops.start <= now <= ops.stop for now in when):
                 yield Assumption(*use, count)

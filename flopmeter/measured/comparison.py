@@ -358,7 +358,7 @@ def _short(name: str) -> str:
 
 
 def _union_length(spans: Iterable[tuple[int, int]]) -> int:
-    """Of spans from a start to an end: time in several of them counts once."""
+    """The length of the union of these spans: time in several of them counts once."""
     total = until = 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, until))

@@ -104,7 +104,7 @@ class Cost:
 
     @property
     def staged_bytes(self) -> int:
-        """Those among them that the host copies itself, too."""
+        """Those of the link's bytes that the host has to copy itself first."""
         return self.work.link_bytes if isinstance(self.work, HostCopy) and self.work.is_staged else 0
 
     @property
@@ -119,7 +119,7 @@ class Cost:
 
     @property
     def masked_recomputed_flops(self) -> int:
-        """Of `recomputed_flops`, those that a mask hides: of each matmul it hides the same share."""
+        """Those of `recomputed_flops` that a mask hides: it hides the same share of each matmul."""
         if not isinstance(self.work, AttentionWork) or not self.masked_flops:
             return 0
         pairs = self.work.shape.heads * sum(count * queries * keys for count, queries, keys in self.work.shape.sizes)

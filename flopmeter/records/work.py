@@ -98,12 +98,12 @@ class AttentionShape(NamedTuple):
 
     @property
     def all_queries(self) -> int:
-        """Of all sequences."""
+        """Queries of all sequences."""
         return sum(count * queries for count, queries, _ in self.sizes)
 
     @property
     def all_keys(self) -> int:
-        """Of all sequences."""
+        """Keys of all sequences."""
         return sum(count * keys for count, _, keys in self.sizes)
 
 

@@ -175,7 +175,7 @@ _LABEL_ROOM = 2.5  # above the highest roof, times its height
 
 
 def ranges(rooflines: Sequence[Roofline]) -> tuple[Range, Range]:
-    """Of intensity and of FLOP/s, as wide as the dots and the ridge points of all of them."""
+    """The ranges of intensity and of FLOP/s that hold all dots and ridge points."""
     shown = [dot for each in rooflines for dot in each.dots]
     peak = max(each.products.flop_per_s for each in rooflines)
     ridges = [roof.flop_per_s / roof.bytes_per_s for each in rooflines for roof in (each.products, each.vector)]

@@ -362,7 +362,7 @@ class Report:
         return VIEWS["notebook"](self)
 
     def counted_flops(self, cost: Cost) -> int:
-        """Of one kernel, in the stated convention."""
+        """FLOPs of one kernel, in the stated convention."""
         return cost.flops - (cost.masked_flops if self.causal == "exact" else 0)
 
     def counted_model_flops(self, kernel: Kernel) -> int:

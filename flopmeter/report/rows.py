@@ -65,7 +65,7 @@ def _kernel(kernel: Kernel) -> tuple[str]:
 
 
 def shapes_of(specs: Sequence[TensorSpec]) -> str:
-    """Of the first four: '[8,64] [64,64] …'."""
+    """The shapes of the first four: '[8,64] [64,64] …'."""
     return " ".join(str(list(spec.shape)).replace(" ", "") for spec in specs[:4]) + " …" * (len(specs) > 4)
 
 

@@ -137,7 +137,7 @@ class CudaModule:
         yield Patch(profiler, "__init__", self._host_alone(profiler.__init__), "there is no device to profile")
 
     def _triton_patches(self) -> Iterator[Patch]:
-        """Of Triton's driver, which programs ask for the device, and for what its do_bench needs."""
+        """Patches of Triton's driver, which programs ask for the device, and of what its do_bench needs."""
         if (module := sys.modules.get("triton.backends.nvidia.driver")) is None:
             return
         utilities = types.SimpleNamespace(get_device_properties=lambda device: self._facts_for_triton())
@@ -408,7 +408,7 @@ def _rng_state(device: Any = "cuda") -> torch.Tensor:
 
 
 class _Generator:
-    """Of a GPU's random numbers: Megatron-Core keeps and sets the states of torch.cuda.default_generators."""
+    """A GPU's generator of random numbers: Megatron-Core keeps and sets the states of torch.cuda.default_generators."""
 
     def get_state(self) -> torch.Tensor:
         return _rng_state()

@@ -74,7 +74,7 @@ class InitialValues:
         return casted
 
     def _is_large(self, tensor: Tensor) -> bool:
-        """And plain, on the CPU."""
+        """Whether it is a large plain tensor on the CPU."""
         if not self._named.is_open or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             return False
         return tensor.layout is torch.strided and tensor.nbytes >= LEAST_BYTES

@@ -24,9 +24,9 @@ _TAKES_TIMES = re.compile(r"\b(time|perf_counter|monotonic)(_ns)?\(\)|\b(enable_
 
 
 class OwnCode:
-    """Of the program that starts now: its main file, and the modules that it imports from beside it. Packages that are
-    installed are not its own, since nearly all of them can train, but for the one that a command enters (`-m package`,
-    or the few lines that pip writes for `yolo` or `tune`)."""
+    """The code of the program that starts now: its main file, and the modules that it imports from beside it. Installed
+    packages are not its own, since nearly all of them can train, except the one that a command enters (`-m package`, or
+    the few lines that pip writes for `yolo` or `tune`)."""
 
     def __init__(self) -> None:
         self._before = set(sys.modules)

@@ -158,7 +158,7 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
 
 
 def _by_class(error: BaseException) -> str | None:
-    """Of an error that says by its class what happened; None for others."""
+    """Advice for an error whose class says what happened; None for others."""
     if isinstance(error, torch.OutOfMemoryError):
         return "by the model of the device's memory it does not fit; --oom=report goes on and tells how much"
     if isinstance(error, DataDependentError):
@@ -173,7 +173,7 @@ def _by_class(error: BaseException) -> str | None:
 
 
 def _not_to_be_had(error: BaseException, script: Script) -> str | None:
-    """Of what the script, or a library, asks for and does not get here; None for other errors."""
+    """Advice for what the script, or a library, asks for and does not get here; None for other errors."""
     if isinstance(error, ImportError):
         return _about_import(error, script)
     if isinstance(error, subprocess.CalledProcessError) and (words := _python_words(error.cmd)):
@@ -219,7 +219,7 @@ def _telling(error: BaseException | None) -> BaseException | None:
 
 
 def _without_kernel(error: BaseException) -> str | None:
-    """Of an op that torch does not run on tensors without memory; None for other errors."""
+    """Advice for an op that torch does not run on tensors without memory; None for other errors."""
     if "NestedTensorImpl" in str(error):
         return "nested tensors of the strided layout do not run without a GPU: make them with layout=torch.jagged"
     op = re.search(r"\w+::\w+", str(error))
@@ -307,7 +307,7 @@ def _python_words(command: Any) -> str:
 
 
 def _about_what_is_missing(error: BaseException) -> str | None:
-    """Of a file, a program or data that the script looks for; None for other errors."""
+    """Advice for a file, a program or data that the script looks for; None for other errors."""
     if isinstance(error, FileNotFoundError) and "evaluate.loading" in _modules_of(error):
         return "evaluate downloads each metric as a script: give its folder, or run where it was loaded once"
     if isinstance(error, FileNotFoundError) and "subprocess" in _modules_of(error):
@@ -333,7 +333,7 @@ def _asserts_a_file(error: BaseException) -> bool:
 
 
 def _modules_of(error: BaseException) -> list[str]:
-    """Of the frames that the error went through, the innermost last."""
+    """The modules of the frames that the error went through, the innermost last."""
     frames = traceback.walk_tb(error.__traceback__)
     return [frame.f_globals.get("__name__", "") for frame, _ in frames]
 

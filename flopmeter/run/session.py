@@ -221,7 +221,7 @@ class ScriptSession:
         return RunReport(program, step, parts, reports, self._nvtx(), step_seconds=seconds)
 
     def _seconds_of(self, parts: Parts, steady: Report, mode: Mode | None) -> Iterator[float]:
-        """Of the steps that are like the steady one, the last of them. Steps of the same calls are priced once."""
+        """The times of the last steps that are like the steady one. Steps of the same calls are priced once."""
         ops = self.meter.trace.ops
         for step in parts.later[-MOST_STEPS_PRICED:]:
             pairs = zip(step, parts.steady or (), strict=False)

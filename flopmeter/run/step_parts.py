@@ -75,8 +75,8 @@ def with_what_recurs(start: int, ends: Sequence[int], calls: Sequence[OutermostC
 
 
 def parts_of_rounds(calls: Sequence[OutermostCall]) -> Parts | None:
-    """Of a program that only infers, with several calls a turn, such as an encoder's and a decoder's. None: each call
-    is a turn of its own."""
+    """The parts of a program that only infers, with several calls a round, such as an encoder's and a decoder's. None:
+    each call is a round of its own."""
     found = _rounds([call.module for call in calls])
     if found is None:
         return None

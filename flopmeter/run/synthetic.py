@@ -75,7 +75,7 @@ class Sample:
 
     @property
     def classes(self) -> dict[str, int]:
-        """Of the named fields that are one integer below a number, which is the number of classes."""
+        """The number of classes for each named field that is one integer below a number."""
         named = zip(self.names, self.fields, strict=False)
         return {
             name: field.below for name, field in named if isinstance(field, Field) and field.below and not field.shape

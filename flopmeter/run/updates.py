@@ -19,7 +19,7 @@ _STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what tor
 
 
 class Optimizers:
-    """Those that the program makes. The one that steps first leads: its steps end those of the program."""
+    """The optimizers that the program makes. The one that steps first leads: its steps end those of the program."""
 
     def __init__(self, now: Callable[[], int]) -> None:
         self._now = now
@@ -113,8 +113,8 @@ class Optimizers:
 
 
 class OwnUpdates:
-    """Of a program that trains without an optimizer of torch's: a step is the time from one call of the outermost
-    module that learns to the next, if it had a backward pass."""
+    """The steps of a program that trains without an optimizer of torch's. A step lasts from one call of the outermost
+    module that learns to the next, if there was a backward pass between them."""
 
     def __init__(self, has_backward: Callable[[range], bool]) -> None:
         self._has_backward = has_backward

@@ -155,8 +155,8 @@ def _spawning(rank: int) -> Callable[..., None]:
 def _start(
     original: Callable[[Any], None], world_size: int, own: int, on_gpu: Callable[[Tensor], bool]
 ) -> Callable[..., None]:
-    """Of processes that are ranks, this rank's runs here; of those that are given tensors on the GPU, the first of each
-    kind. The others count as ended. Other processes are started."""
+    """What takes the place of a process's start. Of processes that are ranks, this rank's runs here; of those that are
+    given tensors on the GPU, the first of each kind. The others count as ended. All other processes are started."""
     ran: set[Any] = set()
 
     def start(process: Any) -> None:

@@ -172,7 +172,7 @@ class CachingAllocator:
         return piece
 
     def _reserve(self, nbytes: int) -> None:
-        """So many bytes more of the device."""
+        """Reserves that many more bytes of the device."""
         if self.capacity is not None and self.reserved_bytes + nbytes > self.capacity:
             self.give_back()
             if self.reserved_bytes + nbytes > self.capacity:

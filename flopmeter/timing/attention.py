@@ -328,8 +328,8 @@ def score_seconds(
 
 
 def _function_seconds(work: AttentionWork, hardware: Hardware) -> float:
-    """Of an SM, for flex_attention's function on one score: its arithmetic on the vector units, where the compiler
-    joins no product and sum for it."""
+    """Seconds of an SM for flex_attention's function on one score: its arithmetic on the vector units, for which the
+    compiler fuses no multiply-adds."""
     operations = work.score_flops + (constants.SCORE_FUNCTION_OPERATIONS - 1) * work.score_functions
     return 2 * operations * hardware.sm_count / hardware.vector_peak("fp32").flop_per_s
 
@@ -375,8 +375,8 @@ def _padded(head_dim: int) -> int:
 
 
 def _group_copies(shape: AttentionShape, nbytes: int, hardware: Hardware) -> float:
-    """Of the kernels around one whose heads share blocks. The queries of one sequence, or of one key head, already lie
-    in the order of the blocks, and so does the result in the caller's."""
+    """Seconds of the copies before and after a kernel whose heads share blocks. The queries of one sequence, or of one
+    key head, already lie in the order of the blocks, and the result in that of the caller."""
     plain = _copy_seconds(nbytes, hardware)
     if shape.sequences == 1 or shape.key_heads == 1:
         return plain
@@ -384,15 +384,15 @@ def _group_copies(shape: AttentionShape, nbytes: int, hardware: Hardware) -> flo
 
 
 def _copy_seconds(nbytes: int, hardware: Hardware) -> float:
-    """Of a kernel of its own, whose input another one has just written."""
+    """Seconds of a copy that is a kernel of its own and whose input was just written."""
     is_cached = 2 * nbytes <= (hardware.l2_cache_bytes or 0)
     bandwidth = cache_bytes_per_s(hardware) if is_cached else hardware.sustained_bandwidth_bytes_per_s
     return hardware.kernel_floor_seconds + access_seconds(1.0, hardware) + 2 * nbytes / bandwidth
 
 
 def _page_seconds(launch: _Launch, hardware: Hardware) -> float:
-    """Of a tile: until its threads know the pages of their keys, and of their values. Instructions go in order, so a
-    block does nothing else meanwhile, but another one on the SM does."""
+    """Seconds for which a tile waits until its threads know the pages of their keys, and of their values. Instructions
+    go in order, so a block does nothing else meanwhile, but another one on the SM does."""
     blocks = launch.heads * launch.grid.blocks * launch.slices / hardware.sm_count
     at_a_time = min(launch.resident, max(1.0, blocks))
     return _sm_seconds(attention_kernels.PAGE_LOOKUPS * constants.CACHE_LATENCY_CYCLES / at_a_time, hardware)

@@ -123,8 +123,8 @@ def _is_plain_product(shape: Convolution, item_bytes: float) -> bool:
 
 
 def image_alignment_bytes(shape: Convolution, item_bytes: float) -> int:
-    """Of the rows of images that a plain product takes as they lie, at most 16: 14 x 14 positions of two bytes are not
-    a multiple of the 16 that loads for `wgmma` ask for."""
+    """The alignment of the rows of images that a plain product takes as they lie, at most 16: 14 x 14 positions of two
+    bytes are not a multiple of the 16 that loads for `wgmma` ask for."""
     if not _is_plain_product(shape, item_bytes) or shape.tensors[0].positions == 1:
         return constants.FULL_ALIGNMENT_BYTES
     return gcd(int(shape.tensors[0].positions * item_bytes), constants.FULL_ALIGNMENT_BYTES)
@@ -249,7 +249,8 @@ def channel_share(shape: Convolution) -> float:
 
 
 def grouped_share(shape: Convolution, on_matrix_units: bool) -> float:
-    """The same of filters over the channels of one group. What packs groups into tiles are kernels of matrix units."""
+    """The same share for filters over the channels of one group. Kernels that pack groups into tiles use matrix
+    units."""
     channels = shape.channels
     is_power_of_two = channels & (channels - 1) == 0
     if on_matrix_units and shape.channels_last and channels < constants.LEAST_PACKED_CHANNELS:

@@ -169,7 +169,7 @@ _TILES_IN_NAMES = tuple(
 
 
 def named(kernel_name: str) -> NamedKernel:
-    """All that is told by the name of any kernel."""
+    """What the name of a kernel tells about it."""
     is_ampere = any(shape in kernel_name for shape in _AMPERE_INSTRUCTIONS)
     for pattern in _TILES_IN_NAMES:
         if found := pattern.search(kernel_name):

@@ -183,8 +183,8 @@ def _matmuls(
 
 
 def _for_rows(alignment_bytes: int, rates: Rates, hardware: Hardware, peak: Peak) -> Rates:
-    """Those of kernels for rows that begin at multiples of so many bytes. Under the power limit these reach as many
-    FLOP/s as others do, unless the boost clock bounds them before."""
+    """The rates of kernels for rows that begin at multiples of that many bytes. Under the power limit these kernels
+    reach as many FLOP/s as others do, unless the boost clock bounds them before."""
     if alignment_bytes >= constants.FULL_ALIGNMENT_BYTES:
         return rates
     share = ampere_kernel_share(hardware)
@@ -356,9 +356,9 @@ def _rereads_on(hardware: Hardware, work: VectorWork) -> tuple[Reread, ...]:
 
 
 def _blocks_seconds(rows: Reread, block: BlockTime, hardware: Hardware) -> float:
-    """Of one block alone, whose weights come from memory wherever its row is, and of all that follow each other on full
-    SMs, with what their threads do with elements. Blocks stay longer where instructions wait longer for each other than
-    where cycles were counted."""
+    """The larger of two times: that of one block alone, which reads its weights from memory, and that of all blocks one
+    after another on full SMs, with the work of their threads on elements. Cycles were counted on one device; blocks
+    stay longer on devices whose instructions wait longer for each other."""
     waiting = arithmetic_latency_cycles(hardware) / constants.ARITHMETIC_LATENCY_CYCLES
     alone = block.alone * waiting + rows.accesses * constants.MEMORY_LATENCY_CYCLES
     waves = rows.rows / rows_in_flight(rows, hardware)

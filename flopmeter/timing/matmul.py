@@ -81,13 +81,14 @@ class Busy(NamedTuple):
         )
 
     def with_traffic(self, seconds: float, start_seconds: float = 0.0) -> Busy:
-        """And so much memory traffic of other kernels, before or after it, with the time in which they start."""
+        """The same with this much memory traffic of other kernels before or after it, and the time in which they
+        start."""
         compute, memory, work, *rest = self  # not by `_replace`, since products are tried in many ways
         return Busy(compute, memory + seconds, work + (seconds + start_seconds), *rest)
 
 
 class _Tile(NamedTuple):
-    """Of a tile."""
+    """The size of a tile and what it reaches."""
 
     rows: int
     columns: int

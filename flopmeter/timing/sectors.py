@@ -46,7 +46,7 @@ def _unused(read: Sequence[_Gapped]) -> int:
 
 
 def _gapped(regions: Sequence[Region], sector_bytes: int) -> list[_Gapped]:
-    """Those that are touched in full: of others it is not known where."""
+    """The regions with gaps that are touched in full; of others it is not known which parts are touched."""
     found = []
     for spec, nbytes in regions:
         if spec is not None and spec.is_strided and nbytes == spec.nbytes:

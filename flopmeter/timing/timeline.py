@@ -115,7 +115,8 @@ class Launched(NamedTuple):
     host: Host
 
     def price(self, number: int) -> _Priced:
-        """Of a chain of kernels that one op launches no more than the host can launch meanwhile."""
+        """The price of a kernel. A chain of kernels that one op launches takes no less than the host takes to launch
+        them."""
         priced = self.prices(number)
         if self.prices.is_cpu:
             return priced

@@ -227,7 +227,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def in_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Of an optimizer whose hooks no one calls."""
+        """The step of an optimizer whose hooks no one calls."""
         self._enter_step()
         try:
             yield

@@ -243,7 +243,7 @@ class _Interpreter:
                 self._bind(statement, results, values)
 
     def _longer(self, statement: Statement, values: dict[str, Scalar], weight: int | Tensor) -> None:
-        """Of the branches, the one in which more runs."""
+        """Counts the branch in which more runs."""
         before, after = self.counts, [self.counts]
         for _, body in statement.regions:
             self.counts = dict(before)

@@ -76,7 +76,7 @@ class SplitWork(NamedTuple):
         return (part.parameters - part.expert_parameters + part.expert_parameters * split.ep) / split.shards
 
     def trained_numel(self, part: PartCost) -> float:
-        """Of these, the ones that are trained."""
+        """Those of these parameters that are trained."""
         return self.shard_numel(part) * part.trained_share
 
 

@@ -26,15 +26,15 @@ FROZEN_BYTES = GATHERED_BYTES  # of a parameter that is not trained: in the type
 
 
 class MemoryUse(NamedTuple):
-    """Of the fullest rank."""
+    """The memory of the fullest rank."""
 
     peak_bytes: int  # the most that is in use
     reserved_bytes: int  # what torch's allocator takes from a device that has room for it
 
 
 def memory_of(work: SplitWork, usable_bytes: int | None = None) -> MemoryUse:
-    """Of the whole world. Raises OutOfMemoryError if that many bytes do not do. Unused segments are given back
-    before it fails."""
+    """The memory that the split takes. Raises OutOfMemoryError if it exceeds `usable_bytes` even after the allocator
+    has given unused segments back."""
     ranks = _fullest(work.split)
     uses = [RankMemory(work, rank, most_bytes=usable_bytes).step() for rank in ranks]
     use = MemoryUse(max(use.peak_bytes for use in uses), max(use.reserved_bytes for use in uses))
@@ -65,7 +65,7 @@ def _least_bytes(work: SplitWork, rank: int) -> float:
 
 
 def state_bytes(split: Split, trained: float, frozen: float) -> float:
-    """Of so many parameters that a rank keeps."""
+    """Bytes of a rank's parameters, their gradients and optimizer state."""
     return (AVERAGES_BYTES if split.shards > 1 else UNSHARDED_BYTES) * trained + FROZEN_BYTES * frozen
 
 
@@ -123,7 +123,8 @@ class RankMemory:
         return MemoryUse(self._peak, self._allocator.peak_reserved_bytes)
 
     def _take_state(self) -> None:
-        """And what a stage receives: torch keeps a buffer for each microbatch and direction."""
+        """Takes parameters and their state, and what a stage receives: torch keeps a buffer for each microbatch and
+        direction."""
         for part in (part for parts in self._chunks for part in parts):
             numel = self._work.trained_numel(part)
             if part.frozen_parameters:

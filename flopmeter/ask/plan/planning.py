@@ -205,7 +205,7 @@ class _Search:
 
     @cached_property
     def _model_flops(self) -> int:
-        """Of a sequence. However it is split and whatever is computed again, a step is worth as much."""
+        """FLOPs of one sequence. They are the same for every split, whatever is computed again."""
         costs = self.costs[ONE_RANK]
         parts = [costs.before, *(costs.layers[kind] for kind in self._subject.kinds), costs.after]
         return sum(part.forward.model_flops + part.backward.model_flops for part in parts)

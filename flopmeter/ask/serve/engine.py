@@ -40,7 +40,7 @@ class _Packed:
             setattr(layer, "forward", functools.partial(self._output, place))  # noqa: B010
 
     def _output(self, place: int, x: Tensor) -> Tensor:
-        """Of one layer. Nothing is held when each has had its own."""
+        """The output of one of the joined layers. Nothing is held once each of them has taken its own."""
         if self._input is not x or place not in self._outputs:
             together = nn.functional.linear(x, self._weight, self._bias)
             self._input, self._outputs = x, dict(enumerate(together.split(self._sizes, dim=-1)))

@@ -412,7 +412,8 @@ def _doublings(most: int) -> set[int]:
 
 
 def _tokens_in_step(chunk: int | Literal["usual"] | None, is_apart: bool) -> int | None:
-    """Of a prompt; None: all. Raises ServingError where the user says that of prefill on GPUs of its own."""
+    """How many tokens of a prompt run in one step; None: all. Raises ServingError where a chunk is given for GPUs that
+    only prefill."""
     if is_apart and chunk != "usual":
         raise ServingError(
             "chunk and disaggregated exclude each other: GPUs of its own run a prompt whole, and it stops no step"

@@ -125,7 +125,8 @@ def _rounded(call: Call, zero: TensorSpec, rounded: TensorSpec) -> tuple[Cost, .
 
 
 def _gradients(call: Call, read: tuple[TensorSpec, ...], flops: int) -> tuple[Cost, ...]:
-    """That of the numbers; for scale and zero point one number for each of them, summed by a kernel each."""
+    """The kernel for the gradient of the numbers. It also writes a number for each of them for scale and zero point,
+    which a kernel each sums up."""
     of_x, *of_grid = call.outputs
     parts = [scratch(of_x, number) for number in (1, 2)]
     sums = (

@@ -134,9 +134,9 @@ def group_norm(call: Call) -> Cost:
 
 @rule(aten.native_group_norm_backward)
 def group_norm_backward(call: Call) -> Cost:
-    """As of a layer norm. One kernel sums up dy and dy·x over each channel of each sample, of which the gradients of
-    weight and bias are sums, which another takes sample after sample; for the input's, two join them with the
-    statistics (one without a weight), and a last one reads all again (group_norm_kernel.cu
+    """As for a layer norm. One kernel sums dy and dy·x over each channel of each sample. Another adds these up over the
+    samples, which gives the gradients of weight and bias. For the input's gradient two kernels (one without a weight)
+    join the sums with the statistics, and a last one reads everything again (group_norm_kernel.cu
     GroupNormBackwardKernelImplInternal)."""
     grad, (of_input, *of_weights) = call.inputs[0], call.argument("output_mask")
     samples, channels, group, plane = (call.argument(name) for name in ("N", "C", "group", "HxW"))
@@ -238,15 +238,16 @@ def batch_norm_backward(call: Call) -> Cost:
 
 @rule(aten.batch_norm_stats)
 def batch_norm_stats(call: Call) -> Cost:
-    """Of nn.SyncBatchNorm, as are the next four: sum 1, sum of squares 2, for each channel."""
+    """Statistics of nn.SyncBatchNorm, to which the next four ops belong too: sum 1, sum of squares 2, for each
+    channel."""
     (x,) = call.inputs
     return make_cost(call, NORMALIZATION, 3 * x.numel)
 
 
 @rule(aten.batch_norm_gather_stats_with_counts)
 def batch_norm_gather_stats(call: Call) -> Cost:
-    """Of each rank and channel: its variance, weighted, 4; weights of both sides 2; the variance of both 7; the mean of
-    both 5; the count 1. The input says only which type."""
+    """FLOPs for each rank and channel: its weighted variance 4; both sides' weights 2; the joint variance 7; the joint
+    mean 5; the count 1. The input only gives the type."""
     means = call.argument("mean")
     return make_cost(call, NORMALIZATION, 19 * means.numel, read=call.inputs[1:])
 

@@ -60,7 +60,8 @@ def nearest(call: Call) -> Cost:
 
 
 def _nearest_operations(x: TensorSpec, out: TensorSpec) -> int:
-    """Of the threads that a block has for each image, also those beyond its edges (UpSampleNearest2d.cu)."""
+    """Integer operations of all threads that a block has for each image, including those beyond its edges
+    (UpSampleNearest2d.cu)."""
     if x.stride[1] == 1:
         return QUOTIENTS_OF_NEAREST * LONG_QUOTIENT_OPERATIONS * out.numel
     images, channels, height, width = out.shape

@@ -34,7 +34,7 @@ MORE_REGISTERS = ((75, 7), (80, 8), (90, 7), (100, 5))
 
 
 class _Kernels(NamedTuple):
-    """Those of one direction. Operations on an element count its load, its store and their addresses."""
+    """The kernels of one direction. Operations on an element count its load, its store and their addresses."""
 
     passes: int  # over a row that no registers hold, after the first
     longest_in_warp: int

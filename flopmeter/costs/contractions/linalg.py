@@ -101,7 +101,7 @@ def factor_svd(m: int, n: int, *, vectors: bool = True, full: bool = False) -> F
 
 
 def solve_calls(n: int) -> int:
-    """Of a triangular solve: with a block, and the update of what is left."""
+    """Kernels of a triangular solve: for each block one that solves it, and one that updates what is left."""
     return 2 * ceil(n / BLOCK)
 
 

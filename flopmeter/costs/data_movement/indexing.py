@@ -59,7 +59,7 @@ def gather(call: Call) -> Cost:
 
 
 def _grid_of_rows(call: Call) -> ThreadGrid | None:
-    """Of the kernel that copies whole rows; None where single elements are looked up."""
+    """The grid of the kernel that copies whole rows; None where single elements are looked up."""
     (out,), count = call.outputs, _rows_named(call)
     if not count:
         return None
@@ -148,8 +148,8 @@ def scatter(call: Call) -> tuple[Cost, ...]:
 
 
 def atomic_additions(call: Call) -> tuple[Cost, ...] | None:
-    """Those of compiled code in place of the ones that sort: each value is added atomically. None: the call sorts
-    nothing."""
+    """The kernels that compiled code launches instead of the ones that sort: each value is added atomically. None: the
+    call sorts nothing."""
     if call.func.overloadpacket is aten.embedding_dense_backward:  # zeros, and one add an element
         grad, table = call.inputs[0], call.outputs[0]
         rows = Region(table, min(grad.nbytes, table.nbytes))

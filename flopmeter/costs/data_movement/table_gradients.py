@@ -97,8 +97,8 @@ def _sorted_sums(call: Call, indices: TensorSpec, given: Sequence[TensorSpec], f
 def sorted_additions(
     call: Call, target: TensorSpec, read: Sequence[TensorSpec | Region], written: Region, touched: int, flops: int
 ) -> tuple[Cost, ...]:
-    """Of `index_put`, which sorts places first, so that no two warps add to the same (Indexing.cu,
-    index_put_with_sort_kernel)."""
+    """The kernels of an accumulating `index_put`, which sorts the places first, so that no two warps add to the same
+    one (Indexing.cu, index_put_with_sort_kernel)."""
     indices = call.argument("indices")
     taken = [place for place, index in enumerate(indices) if index is not None]
     count = prod(torch.broadcast_shapes(*(indices[place].shape for place in taken)))

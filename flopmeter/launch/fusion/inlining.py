@@ -101,7 +101,7 @@ def _is_stored(parts: list[Part], flow: Flow, place: int, inline: set[int]) -> b
 
 
 class Copies:
-    """Of parts; the FLOPs of a part count in the first one alone."""
+    """Copies of parts. The FLOPs of a part count only in the first one."""
 
     def __init__(self) -> None:
         self._costs: dict[tuple[Cost, bool, float], Cost] = {}

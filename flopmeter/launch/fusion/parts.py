@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 def fresh_storage() -> int:
-    """Of a value that is in memory only if a kernel of the graph reads it there."""
+    """A storage for a value that is in memory only if a kernel of the graph reads it there."""
     return next(_FRESH)
 
 

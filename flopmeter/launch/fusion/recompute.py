@@ -93,7 +93,7 @@ Source = tuple[int, int]
 
 
 class _Partition:
-    """Of one forward graph: what is kept for backward and what is computed again."""
+    """The partition of one forward graph: what is kept for backward and what is computed again."""
 
     def __init__(self, parts: list[Part], flow: Flow, members: list[int]):
         self._parts, self._flow, self._members = parts, flow, members
@@ -214,7 +214,7 @@ class _Partition:
         steps[source] = 1 if source in self._wanted else min(after, default=MOST_STEPS)
 
     def _components(self) -> Iterator[list[Source]]:
-        """Of what is wanted by backward and what that can be computed from, each with all that hangs together."""
+        """The connected components of what backward wants and what it can be recomputed from."""
         seen: set[Source] = set()
         for start in self._wanted:
             if start in seen or start[0] not in self._candidates:

@@ -108,7 +108,7 @@ def _activations(trace: Trace) -> set[int]:
 
 
 def _outliving(trace: Trace, part: range, storages: set[int]) -> set[int]:
-    """Of these storages those that the pass reads, made before it, and that are alive after it."""
+    """Those of these storages that are made before the pass, read by it, and alive after it."""
     read = ((number, trace.storages[number]) for number in storages & read_in(trace, part))
     return {number for number, each in read if each.born < part.start and (each.died is None or each.died > part.stop)}
 

@@ -97,7 +97,7 @@ def _place(op: Op, places: dict[int, Whereabouts]) -> TensorSpec:
 
 
 def _views(op: Op, places: dict[int, Whereabouts]) -> list[Op]:
-    """Of the place of the new part, and of all that there is then; the host makes them."""
+    """Views of the place of the new part, and of all that there is then; the host makes them."""
     now, dim = places[op.outputs[0].storage].now, op.call.argument("dim")
     slices = ((_place(op, places), now.shape[dim] - op.inputs[1].shape[dim]), (now, 0))
     return [

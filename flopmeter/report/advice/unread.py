@@ -44,7 +44,8 @@ def unread_rows(report: Report) -> Iterator[Proposal]:
 
 
 def _read_rows(trace: Trace) -> dict[int, list[int]]:
-    """Of storages that a product begins, that nobody holds at the end, and of which few rows are read: these rows."""
+    """The rows that are read, for each storage that a product begins, that nobody holds at the end and of which few
+    rows are read."""
     read: dict[int, set[int] | None] = {}  # by storage; None: all
     for index in range(len(trace.ops) - 1, -1, -1):
         op = trace.ops[index]

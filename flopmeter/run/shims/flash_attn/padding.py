@@ -35,7 +35,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 
 def rearrange(tensor: Tensor, pattern: str, **sizes: int) -> Any:
-    """That of einops, which flash-attn needs and imports here; OpenRLHF and verl take it from here."""
+    """einops' function, which flash-attn needs and imports here; OpenRLHF and verl take it from here."""
     return importlib.import_module("einops").rearrange(tensor, pattern, **sizes)
 
 
