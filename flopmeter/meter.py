@@ -451,7 +451,7 @@ def reports_together(
 
 
 def _is_part(ops: object, count: int) -> bool:
-    """Whether these are some of so many ops, in a row."""
+    """Whether these are some of that many ops, in a row."""
     return isinstance(ops, range) and ops.step == 1 and 0 <= ops.start < ops.stop <= count
 
 

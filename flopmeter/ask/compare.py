@@ -180,7 +180,7 @@ class DeviceResult(NamedTuple):
 def comparison_of(
     devices: Iterable[Hardware], found: Sequence[DeviceResult], sort: Sort = "seconds", unit: str = "items"
 ) -> Comparison:
-    """The results of the devices, in this order, beside each other."""
+    """The results of the devices side by side, in this order."""
     unable = {device.name: each.why for device, each in zip(devices, found, strict=True) if each.row is None}
     rows = [each.row for each in found if each.row is not None]
     title = next((each.title for each in found if each.row is not None), "no device of the list can run this program")

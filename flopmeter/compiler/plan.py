@@ -38,7 +38,7 @@ from flopmeter.trace.recorder import Recorder
 compiled_kernel = Overloads(own).compiled_kernel.default
 """The op that stands for a kernel that inductor wrote; `kernel` holds a CompiledKernel."""
 
-CONVOLVED = 2  # tensors that a convolution takes beside its bias, which comes after them
+CONVOLVED = 2  # tensors that a convolution takes before its bias
 
 
 class Placed(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a program does on the CPU beside its device, in notes: what it computes takes no time in a prediction; what it
+"""What a program does on the CPU besides its device, in notes: what it computes takes no time in a prediction; what it
 copies takes the time of a guess."""
 
 from __future__ import annotations

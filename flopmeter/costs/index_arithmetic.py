@@ -31,7 +31,7 @@ SINGLE_OPERATIONS = 8
 CAST_OPERATIONS = 40
 # An element-wise kernel whose operands have several types does the same: 12.6 million sums of an fp32 and a bf16 number
 # take 54 µs on an H100, of which their bytes take 43 (validation/traces, gpt2). Where it also finds the place of each
-# element, which it then loads and stores one by one in any case, it takes so many more: from quotients and products by
+# element, which it then loads and stores one by one in any case, it takes this many more: from quotients and products by
 # repeated rows, 24 to 35.
 SINGLE_CAST_OPERATIONS = 24
 # Types of 8 bits have kernels of their own (float8_copy_kernel_cuda in Copy.cu), which take four elements at a time and

@@ -14,8 +14,8 @@ from flopmeter.records.powers_of_two import power_of_two_up_to
 MOST_THREADS, WARP_THREADS = 512, 32
 LOADS_AT_A_TIME = 4  # of a thread, and the elements of one load where these lie side by side (`vt0`)
 LEAST_CONTIGUOUS = 128  # inputs of an output, from which on a thread loads several side by side
-VALUES_OF_WARP = 16  # from so many for each thread, warp after warp, on, the warps of a block share an output
-VALUES_FOR_BLOCKS = 256  # and from so many on several blocks
+VALUES_OF_WARP = 16  # from this many per thread on, the warps of a block share an output
+VALUES_FOR_BLOCKS = 256  # and from this many on several blocks do
 
 # Integer instructions of a thread: offsets, with divisions by sizes that only the kernel's caller knows, and barriers.
 # Sums of 1,000,000 x 4, 163,840 x 49 and 524,288 x 49 on an H100, where threads are many and bytes few, ask for 100

@@ -20,7 +20,7 @@ _HOPPER, _BLACKWELL = 9, 10  # majors
 
 
 def check_scales(kernels: Iterable[Kernel], hardware: Hardware) -> None:
-    """Raises HardwareError at the first one that torch has no kernel for. Other makers' devices are not checked."""
+    """Raises HardwareError at the first one that torch has no kernel for. Other vendors' devices are not checked."""
     if hardware.compute_capability is None:
         return
     for kernel in kernels:

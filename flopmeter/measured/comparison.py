@@ -99,7 +99,7 @@ class _Prediction(NamedTuple):
     model_flops: int
 
     def measured(self, calls: int, seconds: float, clocks: Clocks) -> CheckRow:
-        """The row of so many calls, that took so long together."""
+        """The row of these calls, which together took `seconds`."""
         sums = ("floor_seconds", "flops", "bytes")
         of_all = {name: getattr(self.row, name) * calls for name in sums}
         predicted = self.seconds[clocks] * calls

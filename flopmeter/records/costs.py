@@ -74,7 +74,7 @@ class Cost:
     work: KernelWork  # what sort of kernel it is, and what the time model of that sort needs
     transcendentals: int = 0  # how many of the FLOPs are exp, log, tanh, erf, sqrt, sin, ...
     conversions: int = 0  # elements of one byte that the kernel makes floating-point ones of, and computes with
-    fused_multiply_add: bool = False  # all FLOPs beside those of matmuls are multiply-adds
+    fused_multiply_add: bool = False  # all FLOPs except those of matmuls are multiply-adds
     access: Access | None = None  # None: that of the op class
     blocks_host: bool = False  # the host waits for the result before it goes on (`item`, blocking copies)
 

@@ -296,7 +296,7 @@ def _phase_starts(report: Report) -> list[tuple[str, int]]:
 
 
 def modules_to_depth(report: Report, most: int) -> tuple[list[Row], int | None]:
-    """The module tree to the depth at which it has at most so many rows (one level at least), and that depth;
+    """The module tree to the depth at which it has at most that many rows (one level at least), and that depth;
     None: all of it."""
     rows = report.rows("module")
     if len(rows) <= most:

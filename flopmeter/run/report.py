@@ -1,4 +1,4 @@
-"""The report of a run: one steady step, with setup and first step beside it."""
+"""The report of a run: one steady step, next to setup and first step."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def run(script: Script, session: ScriptSession) -> Ending:
 
 @contextmanager
 def _as_program(script: Script, local_rank: int) -> Iterator[None]:
-    """sys.argv and sys.path as Python sets them; no bytecode is written beside the script."""
+    """sys.argv and sys.path as Python sets them; no bytecode is written next to the script."""
     argv, path, writes = sys.argv, list(sys.path), sys.dont_write_bytecode
     told = [f"--local_rank={local_rank}"] if script.is_told_its_rank else []
     sys.argv = [script.target, *told, *script.arguments]

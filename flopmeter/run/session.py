@@ -47,7 +47,7 @@ class Wishes:
 
     gpus: ranks in the world, of which this process is rank 0; gpus_per_node: of them on each node, as a launcher
         starts them; None: there is no launcher, and nodes are those of the device's default cluster.
-    steps: stop after so many; None: run to the end. marker: what ends a step (see steps.py).
+    steps: stop after that many; None: run to the end. marker: what ends a step (see steps.py).
     on_out_of_memory: 'raise' as the device would, or 'report' and go on.
     strict_values: an unknown value that the program reads is an error, not a stand-in.
     mask_fraction: as for FlopMeter. mode: how to price; None: compiled where the program compiles, else eager.

@@ -138,7 +138,7 @@ class OwnUpdates:
         return len(self._ends)
 
     def ends(self, total: int) -> list[int]:
-        """Where steps ended, of a run of so many ops."""
+        """Where steps ended in a run of that many ops."""
         if self.trained and not self._ends and self._has_backward(range(self.start, total)):
             return [total]
         return self._ends

@@ -256,7 +256,7 @@ class _Simulation:
             self._start(rank.crowd.popleft(), now)
 
     def _share(self, changed: _Task, now: float) -> None:
-        """Set the rates anew of all that runs beside a task that began, began to move its bytes, or ended."""
+        """Update the rates of all that runs at the same time as a task that began, began to move its bytes, or ended."""
         beside: dict[_Task, None] = {}
         for entry, _ in changed.sides:
             beside.update(dict.fromkeys((*entry.rank.kernels, *entry.rank.transfers)))
@@ -321,7 +321,7 @@ def _described(party: Party, rank: int) -> str:
 
 
 def _rate_on(rank: _Rank, task: _Task, demand: Demand | Transfer) -> float:
-    """How fast the task, which demands this of the rank, runs there beside everything that does now."""
+    """How fast the task, which demands this of the rank, runs there among everything that runs now."""
     transfers = [
         (found, other.is_moving)
         for other in rank.transfers

@@ -60,7 +60,7 @@ def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Ha
 
 
 def _computing(busy: Busy, seconds: float) -> Busy:
-    """The same bytes beside so much arithmetic."""
+    """The same bytes with that many seconds of arithmetic."""
     return busy._replace(compute_seconds=seconds, work_seconds=max(seconds, busy.memory_seconds))
 
 
@@ -105,7 +105,7 @@ def _turning(shape: Convolution, item_bytes: float, hardware: Hardware) -> float
 
 
 def _tile_seconds(planes: Planes, hardware: Hardware) -> float:
-    """How long the tiles of a tensor keep the SMs, beside their traffic; measured on Hopper alone."""
+    """How long the tiles of a tensor keep the SMs, besides their traffic; measured only on Hopper."""
     side = constants.TURNED_TILE_SIDE
     tiles = planes.images * ceil(planes.channels / side) * ceil(planes.positions / side)
     return cycles_to_seconds(tiles * constants.TURNED_TILE_CYCLES / hardware.sm_count, hardware)

@@ -22,7 +22,7 @@ FILTER_GRADIENT_CHANNELS = 64
 # in bf16, most of them 300 to 390; 105 to 110 in tf32.
 PACKED_SHARE = {2: 0.45, 4: 0.34}
 
-# Up to so many groups whose channels are no power of two run forward one by one (each on a stream of its own, so that
+# Up to this many groups whose channels are no power of two run forward one by one (each on a stream of its own, so that
 # one starts in the last wave of another), on kernels with Ampere's instructions that take 32 channels at a time and 64
 # filters: 3, 4 and 8 groups did in channels-last and 4 in NCHW; 9 and 10 did not, nor 8 in NCHW, nor any gradient.
 # Together they reach 205 to 290 TFLOP/s, zeros included.

@@ -79,7 +79,7 @@ from flopmeter.timing.matmul import (
     unpacking,
 )
 
-TF32_BYTES = 4  # an operand's element: the only type of so many that matrix units multiply
+TF32_BYTES = 4  # of an operand's element: TF32 is the only type of that size that matrix units multiply
 
 
 class Price(NamedTuple):
@@ -270,7 +270,7 @@ def _keeps_weights(recurrence: Recurrence, hardware: Hardware) -> bool:
 
 
 def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
-    """All other work than matmuls, at the rate of the vector units, beside which another unit converts."""
+    """Seconds of all work but matmuls, on the vector units; another unit converts at the same time."""
     flops = cost.flops - 2 * cost.macs
     if cost.op_class == ELEMENTWISE and cost.access != "fused":
         flops += (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
@@ -317,7 +317,7 @@ def _sms_of_threads(cost: Cost, work: VectorWork, hardware: Hardware) -> float:
 
 
 def _further_kernel(rows: Reread, cost: Cost, hardware: Hardware) -> Busy:
-    """The time of a kernel that an op launches beside the one that reads and writes all, with its start."""
+    """The time, start included, of a kernel that an op launches next to the one that reads and writes everything."""
     work, missed = VectorWork((rows,)), miss_share(rows, hardware)
     combining = _row_seconds(work, hardware) * _idle_stretch(work, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware)

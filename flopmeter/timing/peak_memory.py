@@ -110,7 +110,7 @@ class Memory:
         return self.fits_in(usable_bytes(hardware), allocator=allocator)
 
     def fits_in(self, usable_bytes: int, *, allocator: bool = False) -> bool:
-        """The same for so many bytes."""
+        """The same for that many usable bytes."""
         if not allocator:
             return self.steady_peak_bytes <= usable_bytes
         try:

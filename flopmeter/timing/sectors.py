@@ -1,4 +1,4 @@
-"""Memory that kernels move beside what they touch: devices read and write it in sectors, and elements that lie apart
+"""Memory that kernels move in addition to what they touch: devices read and write it in sectors, and elements that lie apart
 leave a part of each unused."""
 
 from __future__ import annotations

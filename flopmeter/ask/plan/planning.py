@@ -161,7 +161,7 @@ class _Search:
     def rows(
         self, wishes: Mapping[str, tuple[object, ...]], most: int, whole: int, dollars: float | None, run: _Runner
     ) -> list[SplitRow]:
-        """At most so many splits, by rising time. The first `whole` of those without a pipeline, of which FSDP2 shards
+        """At most `most` splits, by rising time. The first `whole` of those without a pipeline, of which FSDP2 shards
         the parameters, are metered whole."""
         composed = [self._row(each, dollars) for each in self._best(wishes, most, run)]
         chosen = [row for row in composed if row.split.pp == 1 and row.split.shards > 1][:whole]

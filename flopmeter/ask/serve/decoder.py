@@ -72,7 +72,7 @@ class Decoder:
 
     @functools.cached_property
     def state_bytes(self) -> int:
-        """Bytes that a sequence of any length holds on this rank beside keys and values."""
+        """Bytes that a sequence of any length holds on this rank besides keys and values."""
         return sum(state.nbytes for layer in self._kept for state in layer.states)
 
     def metered_kv_bytes(self, cached: int, new: int) -> float:
@@ -152,7 +152,7 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
 
     target: a built-in Llama ('llama-3-8b'), 'hf:CONFIG.json' or 'hf:TYPE', a config of transformers, or a model that
         has one.
-    Raises ServingError where the model is no causal language model, or cannot be split over so many ranks.
+    Raises ServingError where the model is no causal language model, or cannot be split over that many ranks.
     """
     if cache not in get_args(CacheKind):
         raise ServingError(f"unknown cache {cache!r}; known: {', '.join(get_args(CacheKind))}")

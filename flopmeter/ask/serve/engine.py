@@ -102,7 +102,7 @@ def _is_of_data(kernel: Kernel) -> bool:
 
 
 def _with_one_choice(kernels: list[Kernel], layer: str) -> list[Kernel]:
-    """Without the small kernels beside the one of `topk` that reads scores, after the product that gives them."""
+    """The kernels without the small ones after the product that gives the scores, except the `topk` that reads them."""
     start = len(kernels)
     while start and not kernels[start - 1].cost.macs and kernels[start - 1].op.module.startswith(layer):
         start -= 1

@@ -26,7 +26,7 @@ class WeightFormat(NamedTuple):
 
 
 def in_groups(size: int, *, has_zeros: bool = False) -> WeightFormat:
-    """4 bits, and for each group of so many weights a scale, perhaps with a zero point of 4 bits (GPTQ, AWQ)."""
+    """4 bits, and for each group of that many weights a scale, perhaps with a zero point of 4 bits (GPTQ, AWQ)."""
     scale = "a 16-bit scale and a zero point" if has_zeros else "a 16-bit scale"
     bits = 4 + (16 + 4 * has_zeros) / size
     return WeightFormat(bits, None, f"{scale} for {size} weights, unpacked in the product")

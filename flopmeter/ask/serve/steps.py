@@ -22,7 +22,7 @@ class StepCost(NamedTuple):
 
     seconds: float
     joules: float | None  # None where nobody knows what the device may draw
-    working_bytes: int  # held beside weights and cache
+    working_bytes: int  # in addition to weights and cache
     link_seconds: float  # of `seconds`: collectives, which nothing hides
     busy_seconds: float  # of `seconds`: in which the device works, and does not wait for the host
 

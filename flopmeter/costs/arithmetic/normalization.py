@@ -37,12 +37,12 @@ OPERATIONS_TO_COMBINE = 350
 # SXM, torch 2.11, 2026-11: validation/traces).
 OPERATIONS_TO_ADD = 170
 # The gradients of weight and bias (GammaBetaBackwardCUDAKernelTemplate in layer_norm_kernel.cu): one block takes 32
-# columns, with 32 warps, or fewer over fewer rows, and each warp eight rows at a time. Over more than so many rows,
+# columns, with 32 warps, or fewer over fewer rows, and each warp eight rows at a time. Over more than this many rows,
 # blocks of one warp take 32 rows each, and another kernel adds up what they found (where the columns fill less than
 # half of the SMs; taken to be so for all).
 COLUMNS_OF_BLOCK = 32
 ROWS_OF_TURN = 8
-BLOCK_HEIGHTS = ((256, 32), (128, 16), (64, 8), (0, 1))  # from so many rows
+BLOCK_HEIGHTS = ((256, 32), (128, 16), (64, 8), (0, 1))  # (from this many rows on, block height)
 MOST_ROWS_UNSPLIT = 64 * 1024
 # Loads of a row, and shuffles that bring it its statistics. An SM does them for 32 threads in a cycle, arithmetic for
 # 128 (CUDA C++ Programming Guide, table of arithmetic throughput), so each counts as four operations.
@@ -79,7 +79,7 @@ LAYER_NORM_FP32 = LAYER_NORM._replace(
 RMS_NORM = _RowKernel(OPERATIONS_TO_ADD, 0, 15, 680, 0, 2600, ((75, 25), (100, 32), (120, 38)))
 RMS_NORM_FP32 = RMS_NORM._replace(operations=25, registers=((75, 36), (80, 32), (86, 36), (90, 32), (100, 40)))
 # Batch norm (Normalization.cuh). Kernels for channels-last load four elements at a time; a thread takes 16, or more if
-# there were more than 128 blocks for 32 channels. In NCHW torch's kernels have at most so many blocks.
+# there were more than 128 blocks for 32 channels. In NCHW torch's kernels have at most this many blocks.
 COLUMN_LOADS = 4
 ELEMENTS_OF_THREAD = 16
 MOST_BLOCKS_OF_COLUMN = 128
@@ -123,7 +123,7 @@ def group_norm(call: Call) -> Cost:
     GroupNormKernelImplInternal)."""
     x, *affine = call.inputs
     groups, channels = (call.argument("N") * call.argument(name) for name in ("group", "C"))
-    kernels = 2 if affine and call.argument("HxW") > 1 else 1  # beside the statistics
+    kernels = 2 if affine and call.argument("HxW") > 1 else 1  # and the one of the statistics
     each, of_channel = in_one_piece(x, (channels, call.argument("HxW"))), in_one_piece(x, (channels, 1))
     indexed = index_operations((each, each, of_channel, of_channel))
     return make_cost(

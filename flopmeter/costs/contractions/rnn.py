@@ -17,7 +17,7 @@ from flopmeter.torch_names.operators import aten
 
 
 class Cell(NamedTuple):
-    """What one step of a network does for each hidden unit, beside the matmuls and the biases."""
+    """What one step of a network does for each hidden unit, besides the matmuls and the biases."""
 
     gates: int
     flops: int

@@ -23,7 +23,7 @@ BITS_OF_BYTE = 8
 
 # --- cub's radix sort (DeviceRadixSort and DeviceSegmentedRadixSort) -------------------------------------------------
 
-# A block ranks so many elements by one digit at a time, then moves them to where its digits begin.
+# A block ranks this many elements by one digit at a time, then moves them to where its digits begin.
 TILE_THREADS, TILE_ITEMS = 384, 12
 DIGIT_BITS = 8
 SEGMENT_DIGIT_BITS = 6  # where one block sorts a whole row, or all
@@ -60,7 +60,7 @@ LEAST_ROW_ALONE, LEAST_SEGMENTS = 1_000_000, 128
 
 # --- topk ------------------------------------------------------------------------------------------------------------
 
-# Several blocks share each of up to so many rows that have at least so many elements (`should_use_multiblock`).
+# Up to this many rows of at least this many elements are each shared by several blocks (`should_use_multiblock`).
 SHARED_ROWS = (
     (20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800), (float("inf"), 400),
 )  # fmt: skip
@@ -143,7 +143,7 @@ def sort(call: Call) -> tuple[Cost, ...]:
 
 
 def _sorted_in_blocks(call: Call, values: TensorSpec, places: TensorSpec, size: int, *, is_stable: bool) -> Cost:
-    """Rows of so many elements in place, one block for each or for a few."""
+    """Sorts rows of that many elements in place, with one block for each row or for a few."""
     rows, moved = values.numel // size, (values, places)
     if size <= NETWORK_ELEMENTS and rows >= LEAST_NETWORK_ROWS and not is_stable:
         grid = ThreadGrid(

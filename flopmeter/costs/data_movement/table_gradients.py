@@ -14,14 +14,14 @@ from flopmeter.costs.rules import in_one_piece, make_cost, rule, scratch
 from flopmeter.records import INDEXING, MOVEMENT, Call, Cost, Region, TensorSpec, ThreadGrid
 from flopmeter.torch_names.operators import aten
 
-# Up to so many indices, a block of 32 rows of 32 threads walks all of them for 32 columns of the table, 32 at a time:
+# Up to this many indices, a block of 32 rows of 32 threads walks all of them for 32 columns of the table, 32 at a time:
 # it loads their gradients, and after a barrier one thread for each row of the table adds them to it. Cycles between two
 # loads: 500 in nanoGPT's table of positions, which the cache holds, and in an LSTM's of words, which it does not, on an
 # H100 (validation/traces). All steps below are counted in torch's source.
 FEW_INDICES, FEATURE_THREADS, FEATURE_COLUMNS, FEATURE_ROWS, FEATURE_STEPS = 3072, 1024, 32, 32, 2
 FEATURE_CYCLES = 500
 
-# Kernels that find where the indices of each row begin, and those of each part of at most so many rows.
+# Kernels that find where the indices of each row begin, and those of each part of at most this many rows.
 FINDING_KERNELS, PART_ROWS = 8, 10
 # Loads of a thread of which each waits for the one before: the number of parts, the bounds of its part, an index and
 # what it names; and of the last kernel, in which it finds the row of the table, too. Rows are added four at a time.
@@ -124,7 +124,7 @@ def sorted_additions(
 
 
 def _threads(rows: int, width: int, steps: int) -> ThreadGrid:
-    """A thread for each element of so many rows."""
+    """A grid with a thread for each element of that many rows."""
     of_row = ceil(width / WARP_THREADS) * WARP_THREADS
     threads = min(of_row, MOST_THREADS)
     return ThreadGrid(ceil(rows * of_row / threads), threads, steps)

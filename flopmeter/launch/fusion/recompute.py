@@ -19,7 +19,7 @@ from flopmeter.records import Trace
 from flopmeter.torch_names.operators import aten
 
 NEARER_TO_BACKWARD, MOST_STEPS = 1.1, 100  # what is made a step earlier costs so much more to keep
-NOT_MATERIALIZED = 2  # times the bytes: kept, it has to be written beside being read
+NOT_MATERIALIZED = 2  # times the bytes: what is kept has to be written as well as read
 SMALLER = 4  # times smaller than its inputs: a reduction, which is kept
 UNREAD = False
 _KEPT = aten.present("cat", "stack", "embedding", "constant_pad_nd", "index_select")

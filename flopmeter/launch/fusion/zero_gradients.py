@@ -1,4 +1,4 @@
-"""Zeros for results of a compiled function that get no gradient, such as logits beside the loss.
+"""Zeros for results of a compiled function that get no gradient, such as logits returned with the loss.
 
 Its backward graph takes a gradient for each result that needs one, and adds it to what flows back inside of the
 function. For those that the program gives none, autograd makes zeros (`VariableInfo::zeros` in

@@ -79,7 +79,7 @@ _OF_TORCH = "need_weights=False in the calls of nn.MultiheadAttention, which the
 
 
 def _averaged_over_heads(trace: Trace, attention: _Materialised) -> set[int]:
-    """Storages with the average of the heads' probabilities, which nn.MultiheadAttention gives beside its result."""
+    """Storages with the average of the heads' probabilities, which nn.MultiheadAttention returns next to its result."""
     ops = (trace.ops[index] for index in attention.ops)
     means = (op for op in ops if op.packet is aten.mean and op.phase != "backward")
     return {spec.storage for op in means for spec in op.outputs if spec.shape[-2:] == attention.softmax.shape[-2:]}

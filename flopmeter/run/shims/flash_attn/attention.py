@@ -149,7 +149,7 @@ def _attend(
 
 
 def _mean(lengths: Tensor | None, room: int) -> int:
-    """The mean length of the sequences in a cache that has room for so many tokens each, rounded up."""
+    """The mean length of the sequences in a cache that has room for that many tokens each, rounded up."""
     known = open_ones()[-1] if open_ones() else None
     if lengths is None or known is None:
         return room
