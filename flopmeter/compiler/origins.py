@@ -305,8 +305,8 @@ def _works_on(fx: Any, part: Any, steps: int, least: int) -> bool:
 
 
 def _row_sums(fx: Any, steps: int, is_backward: bool) -> Origin:
-    """What flex_attention leaves to kernels other than its template: to sum up the rows of out * grad_out, or to combine
-    the parts of the keys. Both multiply and add."""
+    """The part of flex_attention that its template leaves to other kernels: to sum the rows of out * grad_out, or to
+    combine the parts of the keys. Both multiply and add."""
     origin = _origin_with(fx, _NodeWork(REDUCTION, ((REDUCTION, 2 * steps),)), is_backward=is_backward)
     return origin._replace(op=f"{fx.target.name()}: row sums")
 

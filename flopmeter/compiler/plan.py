@@ -52,7 +52,7 @@ class Placed(NamedTuple):
     device: str
 
     def spec(self, numbers: dict[str, int]) -> TensorSpec:
-        """In a call. `numbers`: of its buffers so far, to which that of this tensor is added."""
+        """The tensor's spec in a call. `numbers`: those of its buffers so far; this tensor's buffer is added."""
         number = numbers.setdefault(self.buffer, len(numbers))
         return TensorSpec(self.shape, self.stride, self.dtype, number, self.offset, self.device)
 
@@ -120,7 +120,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(lowered: Lowered, sizes: Sizes, recorder: Recorder, *, is_backward: bool) -> Plan:
-    """`recorder`: that of the program, which knows what custom ops run."""
+    """The plan of a scheduled graph. `recorder`: the program's, which knows what custom ops run."""
     with names.VIRTUALIZED.value.set_graph_handler(lowered.graph), no_dispatch_modes():
         return _Planner(lowered, sizes, recorder, is_backward).plan()
 
@@ -184,7 +184,8 @@ class _Planner:
         return PlanStep(made, call, buffers, kernel, frees, depends)
 
     def _biases(self, node: Any) -> Iterator[Origin]:
-        """The biases of convolutions that the kernel adds; once each, however many kernels compute it again."""
+        """The biases of convolutions that the kernel adds. Each is added once, however many kernels compute it
+        again."""
         for part in node.get_nodes():
             read = {each.name for each in part.read_writes.reads}
             for fx, result in self._without_bias.items():
@@ -394,7 +395,7 @@ class _Planner:
                 return name
 
     def _placed(self, name: str) -> Placed:
-        """The whole buffer."""
+        """Where the whole buffer lies."""
         if name in self._graph.constants:
             return self._faked(self._graph.constants[name], name)
         held = self._graph.graph_inputs.get(name)

@@ -467,7 +467,7 @@ class Session:
 
 
 class _Entered:
-    """Handed to a compiled call on entering and back by it on leaving."""
+    """What a compiled call is given on entering and gives back on leaving."""
 
     def __init__(self, setting: Any) -> None:
         self.setting = setting
@@ -482,7 +482,7 @@ def _forget_codes(tracker: Any) -> None:
 
 
 def _function() -> str:
-    """'name (file:line)' of the function that Dynamo traces."""
+    """'name (file:line)' of the function that Dynamo is tracing."""
     context = names.TRACING_CONTEXT.value()
     code = context.traced_code[0] if context is not None and context.traced_code else None
     return name_of(code) if code else "a graph"

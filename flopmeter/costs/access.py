@@ -114,8 +114,8 @@ def _reduction(call: Call, joining: tuple[int, int]) -> Walk:
 
 
 def _copy(call: Call) -> Walk:
-    """Between host and device over their link, blocking unless asked not to; else a cast, a plain copy or a
-    change of layout.
+    """How a copy between host and device goes over their link, blocking unless asked not to; or how a cast, a plain
+    copy or a change of layout walks memory.
 
     Memory of the host that is not page-locked is staged. A new result there is page-locked if nothing waits for it
     (`_to_copy` in TensorConversions.cpp); in a program that cannot pin memory here, so counts what it does not wait
@@ -137,7 +137,7 @@ def _copy(call: Call) -> Walk:
 
 
 def cast_operations(source: torch.dtype, target: torch.dtype) -> int:
-    """For each element."""
+    """Integer operations of a cast, for each element."""
     if source == target or (source == torch.float32 and target in HALVES):
         return 0
     is_float8 = target.is_floating_point and target.itemsize == 1

@@ -48,5 +48,5 @@ def staging_notes(kernels: Iterable[Kernel], host: Host) -> list[str]:
 
 
 def _is_of_numbers(call: Call) -> bool:
-    """An op whose tensors are all given as numbers, as TorchScript and casts do."""
+    """Whether all tensors of the op are given as numbers, as TorchScript and casts do."""
     return not call.inputs and bool(of_tensors(call.func._schema.arguments))

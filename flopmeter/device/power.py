@@ -157,9 +157,9 @@ def unit(
     sustained: float | None = None,
     measured_limit_w: float | None = None,
 ) -> UnitPower:
-    """What a unit reaches. `picojoules` are those of a FLOP, `operand_picojoules` those of an operand from memory.
-    `burst` and `sustained` are measured shares of its peak, the latter under `measured_limit_w`; without either,
-    `typical` is the burst share.
+    """What a unit reaches. `picojoules`: for a FLOP; `operand_picojoules`: for an operand from memory. `burst` and
+    `sustained`: measured shares of its peak, the latter under `measured_limit_w`; without either, `typical` is the
+    burst share.
 
     A measured sustained share is kept: the law only says which part of what it lacks is the clock's. Where that would
     take a burst share above `ceiling`, the part needs less energy than its generation, as much as fits. Where both were

@@ -41,7 +41,7 @@ def _check(call: Call, device: str, major: int) -> None:
 
 
 def _is_of_blocks(scale: TensorSpec) -> bool:
-    """One for a row has one column."""
+    """Whether a scale is for blocks: one for rows has one column."""
     return scale.dtype is torch.float32 and len(scale.shape) == 2 and min(scale.shape) > 1
 
 

@@ -34,7 +34,7 @@ class Matmul(NamedTuple):
 
 
 class Planes(NamedTuple):
-    """The shape of an image, or of filters: so many of them, each with channels at positions."""
+    """Images, or filters: how many there are, their channels, and their positions."""
 
     images: int
     channels: int
@@ -243,8 +243,8 @@ class ThreadGrid(NamedTuple):
 
 
 class Scatter(NamedTuple):
-    """What the warps of a kernel ask caches for because neighbouring threads take elements that lie far apart: beside
-    what they would ask for if these were neighbours."""
+    """What the warps of a kernel ask caches for in addition because neighbouring threads take elements that lie far
+    apart."""
 
     lookups: int = 0  # of lines, in an SM's first-level cache
     requests: int = 0  # of these to the second level, if the first keeps what a block has touched

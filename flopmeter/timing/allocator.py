@@ -42,7 +42,7 @@ class Lifetime(Protocol):
     def died(self) -> int | None: ...
     @property
     def stream(self) -> int:
-        """That was current when the memory was asked for."""
+        """The stream that was current when the memory was asked for."""
 
 
 def round_up(nbytes: int, step: int) -> int:

@@ -195,8 +195,8 @@ def template_tile_of(shape: AttentionShape, hardware: Hardware) -> tuple[int, in
 
 
 def _has_window(shape: AttentionShape) -> bool:
-    """Whether the kernel has one: not where it would hold all keys (`window_size_left` in FlashAttention-3's
-    flash_api.cpp; -2 wants one key less, and has decided before whether heads share a block)."""
+    """Whether the kernel runs with a window: not where that would hold all keys (`window_size_left` in
+    FlashAttention-3's flash_api.cpp; -2 wants one key less, and decides earlier whether heads share a block)."""
     return shape.mask.left is not None and shape.mask.left < shape.keys - 1
 
 
@@ -274,7 +274,7 @@ def _slices(blocks: int, tiles: int, places: int) -> int:
 
 
 def flop_energy(work: AttentionWork, hardware: Hardware) -> float:
-    """Energy of a FLOP on matrix units, in that of a large product."""
+    """Energy of a FLOP on matrix units, relative to that in a large product."""
     if (hardware.compute_capability or (0, 0))[0] != _HOPPER[0]:
         return 1.0
     return attention_kernels.HOPPER_ATTENTION_ENERGY * (
@@ -298,7 +298,7 @@ def score_seconds(
     hardware: Hardware,
     peak: Peak,
 ) -> float:
-    """Seconds of one SM for one score: its multiply-adds, and then its softmax as far as that is not hidden.
+    """Seconds of one SM for one score: its multiply-adds, and then the part of its softmax that is not hidden.
 
     `masked_share` is the share of tiles in which some scores are masked, `filled_share` that of scores that a query and
     a key stand behind. These take no less than the multiply-adds at the rate that is left by the power limit (padding

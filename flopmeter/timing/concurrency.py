@@ -157,8 +157,8 @@ class _Simulation:
         return len(here) if len({counts[number][party] for number in here}) == 1 else 1
 
     def _is_in_both_steps(self, party: Party, place: int, counts: Mapping[int, Counter[Party | None]]) -> bool:
-        """Whether both ranks of the message have it in their steps. Where as many came before either step, a side that
-        is not there is missing."""
+        """Whether both ranks have the message in their steps. If as many messages came before either step, a missing
+        side is an error."""
         steps = [range(start := self._earlier[end][party], start + counts[end][party]) for end in party.ends or ()]
         return len({step.start for step in steps}) < 2 or all(place in step for step in steps)
 
@@ -313,7 +313,7 @@ class _Simulation:
 
 
 def _described(party: Party, rank: int) -> str:
-    """For that rank."""
+    """The error's text for that rank."""
     if party.ends is None:
         return f"collective of {len(party.group)} ranks"
     sender, receiver = party.ends

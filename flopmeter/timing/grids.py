@@ -22,7 +22,8 @@ class GridTime(NamedTuple):
 
 
 def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -> GridTime:
-    """`cached_share`: the share of the kernel's bytes that the L2 cache holds."""
+    """What the steps of a grid's threads add. `cached_share`: the share of the kernel's bytes that the L2 cache
+    holds."""
     if grid is None or not grid.blocks * grid.threads or not _waits(grid, hardware):
         return GridTime()
     shared = blocks_of_result(grid, hardware)
@@ -50,15 +51,16 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
 
 
 def _step_cycles(grid: ThreadGrid) -> tuple[float, float]:
-    """From memory and from the cache. Threads that take a few elements in turn keep to the pages of others."""
+    """Cycles of a step that reads from memory, and from the cache. Threads that take a few elements in turn share pages
+    with others."""
     if grid.by_element and not grid.loop:
         return constants.MEMORY_LATENCY_CYCLES, constants.CACHE_LATENCY_CYCLES
     return constants.STEP_CYCLES, constants.CACHED_STEP_CYCLES
 
 
 def _waits(grid: ThreadGrid, hardware: Hardware) -> bool:
-    """On AMD's, torch loads all elements of a thread before it stores one (elementwise_kernel_manual_unroll in
-    CUDALoops.cuh)."""
+    """Whether threads wait for one access before they ask for the next. On AMD torch loads all elements of a thread
+    before it stores one (elementwise_kernel_manual_unroll in CUDALoops.cuh)."""
     return hardware.vendor == "nvidia" or (hardware.vendor == "amd" and not grid.by_element)
 
 

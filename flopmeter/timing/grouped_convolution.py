@@ -103,5 +103,5 @@ def _runs_alone(shape: Convolution, implicit: Matmul) -> bool:
 
 
 def _filled(number: int, side: int) -> int:
-    """As many as full tiles of this side have."""
+    """The size rounded up to full tiles of this side."""
     return ceil(number / side) * side

@@ -118,8 +118,8 @@ def price(
 
 
 def _has_few_flops(cost: Cost, arithmetic: float, hardware: Hardware) -> bool:
-    """`arithmetic`: seconds of all instructions of functions such as exp, and of multiply-adds as if no tile were
-    padded."""
+    """Whether arithmetic takes less than half as long as memory traffic. `arithmetic`: seconds of all instructions of
+    functions such as exp, and of multiply-adds as if no tile were padded."""
     return 2 * arithmetic < cost.bytes / hardware.bandwidth_bytes_per_s
 
 
@@ -233,7 +233,7 @@ def _one_after_another(shapes: Iterable[Matmul], each: MatmulBytes, rates: Rates
 
 
 def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: Hardware) -> Busy:
-    """The time of all steps one after another, whose weights stay on the chip or in the L2 cache, and of the products
+    """Seconds of all steps, one after another, whose weights stay on the chip or in the L2 cache; and of the products
     with the inputs and the gradients of weights, which are ready for all steps at once."""
     recurrence = work.recurrence
     in_cache = MatmulBytes(0.0, 0.0, moved.item_bytes)
@@ -263,7 +263,8 @@ def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: 
 
 
 def _keeps_weights(recurrence: Recurrence, hardware: Hardware) -> bool:
-    """Large devices as torch sees them (`use_persist_device_heuristics` in aten/src/ATen/native/cudnn/RNN.cpp)."""
+    """Whether the device counts as large for torch (`use_persist_device_heuristics` in
+    aten/src/ATen/native/cudnn/RNN.cpp), so that one kernel runs all steps."""
     major, minor = hardware.compute_capability or (0, 0)
     is_large = (major, minor) == (7, 0) or (major >= 8 and minor != 6 and hardware.sm_count >= 98)
     return recurrence.keeps_weights == "everywhere" or (recurrence.keeps_weights == "on large devices" and is_large)
@@ -307,7 +308,7 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
 
 
 def _sms_of_threads(cost: Cost, work: VectorWork, hardware: Hardware) -> float:
-    """The share of the device's places for threads that the kernel fills; a copy over the link has its own engine."""
+    """The share of the device's thread slots that the kernel fills; a copy over the link has its own engine."""
     if isinstance(cost.work, HostCopy):
         return 0.0
     grid = work.grid
@@ -349,7 +350,7 @@ def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tup
 
 
 def _rereads_on(hardware: Hardware, work: VectorWork) -> tuple[Reread, ...]:
-    """How long a block stays is known on devices of NVIDIA alone."""
+    """What the device reads again. How long a block stays on an SM is known only for NVIDIA."""
     if hardware.vendor == "nvidia":
         return work.rereads
     return tuple(row._replace(block=None, element_operations=0) if row.block else row for row in work.rereads)
@@ -374,8 +375,8 @@ def _idle_stretch(work: VectorWork, hardware: Hardware) -> float:
 
 
 def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
-    """Time in which the threads of each row combine their partial results and do what is of other kinds than
-    arithmetic on its elements, which takes no lanes for fp32 where these are fewer than an SM issues to."""
+    """Seconds in which the threads of each row combine their partial results and do other work than arithmetic on its
+    elements. That takes no lanes for fp32 where an SM has fewer of these than it issues to."""
     untimed = [row for row in _rereads_on(hardware, work) if not row.block]
     threads = [row.rows * threads_of(row, hardware) for row in untimed]
     combining = sum(count * row.operations for count, row in zip(threads, untimed, strict=True))

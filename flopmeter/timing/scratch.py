@@ -67,13 +67,13 @@ def workspace_bytes(device: Hardware) -> int:
 
 
 def kept_bytes(trace: Trace, device: Hardware) -> int:
-    """What the ops so far asked for and keep."""
+    """Bytes that the ops so far asked for and keep."""
     return sum(block.nbytes for block in scratch_of(trace, len(trace.ops), device) if block.died is None)
 
 
 def _flash_backward_bytes(call: Call) -> int:
-    """The gradient of q and a number a row in fp32, with rows and heads rounded up; where heads share keys, the
-    gradients of k and v for each head of queries."""
+    """Bytes of the gradient of q and of a number a row in fp32, with rows and heads rounded up; where heads share keys,
+    also of the gradients of k and v for each head of queries."""
     q, k = call.argument("query"), call.argument("key")
     head_dim = ceil(q.shape[-1] / _ROUNDED_HEAD) * _ROUNDED_HEAD
     if len(q.shape) == 3:  # packed

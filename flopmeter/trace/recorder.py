@@ -373,7 +373,7 @@ class Recorder(TorchDispatchMode):
         return arrival, result
 
     def _kernel(self, arrival: _Arrival) -> Callable[..., Any] | None:
-        """What runs in place of the op, if anything does."""
+        """The function that runs in place of the op, if there is one."""
         if arrival.handling.is_foreach and reaches_kernel_directly() and all(map(is_dense_meta, arrival.tensors)):
             return functools.partial(once_for_each_geometry, arrival.func)
         return self._overrides.get(arrival.func)

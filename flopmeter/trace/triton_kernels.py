@@ -194,7 +194,7 @@ def is_imported() -> bool:
 
 @contextmanager
 def without_device() -> Iterator[None]:
-    """In this context Triton generates code without a driver, if the program has imported it."""
+    """In this context Triton generates code without a driver, provided the program has imported Triton."""
     if not is_imported():
         yield
         return

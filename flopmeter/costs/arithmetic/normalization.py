@@ -53,8 +53,9 @@ WELFORD_OPERATIONS = 10
 
 
 class _RowKernel(NamedTuple):
-    """The kernel for aligned rows: operations of a thread to combine its result with others', to add an element to it,
-    and all on an element; cycles in which a block alone combines, and adds an element; the rest as in the records."""
+    """The kernel for aligned rows. In operations of a thread: to combine its result with others', to add an element to
+    it, and all on an element. In cycles of a block that is alone on its SM: to combine, and to add an element. The rest
+    as in the records."""
 
     combining: int
     updating: int
@@ -118,8 +119,8 @@ def layer_norm_backward(call: Call) -> Cost:
 
 @rule(aten.native_group_norm)
 def group_norm(call: Call) -> Cost:
-    """As a layer norm. One kernel takes the statistics of each group; then weight and bias of each channel are joined
-    with them, and a last kernel reads all again, whose operands do not lie alike (group_norm_kernel.cu
+    """As for a layer norm. One kernel takes the statistics of each group; one joins them with weight and bias of each
+    channel; a last one reads everything again and walks operands that do not lie alike (group_norm_kernel.cu
     GroupNormKernelImplInternal)."""
     x, *affine = call.inputs
     groups, channels = (call.argument("N") * call.argument(name) for name in ("group", "C"))
@@ -289,7 +290,8 @@ def _is_training(call: Call) -> bool:
 
 
 def _row_rereads(call: Call, x: TensorSpec, tensors: int, operations: int) -> tuple[Reread, ...]:
-    """Layer and RMS norm: each row of so many tensors like `x` is read again. `operations`: see above, of a thread."""
+    """Layer and RMS norm: each row of that many tensors like `x` is read again. `operations`: those of a thread (see
+    above)."""
     columns = max(1, prod(call.argument("normalized_shape")))
     rows, row_bytes = x.numel // columns, tensors * columns * x.dtype.itemsize
     accesses = 2 * ceil(columns / (LAYER_NORM_THREADS * LAYER_NORM_ELEMENTS))
@@ -302,7 +304,7 @@ def _is_aligned(call: Call) -> bool:
 
 
 def _element_by_element(call: Call, x: TensorSpec) -> tuple[Reread, Reread]:
-    """Other rows: one kernel takes the statistics, another applies them (LayerNormForwardCUDAKernel)."""
+    """The kernels for other rows: one takes the statistics, another applies them (LayerNormForwardCUDAKernel)."""
     columns = prod(call.argument("normalized_shape"))
     turns, rows = ceil(columns / PLAIN_THREADS), x.numel // columns
     operations = ELEMENT_OPERATIONS * turns
@@ -345,7 +347,7 @@ def _sums(x: TensorSpec, rows: int) -> Reread:
 
 
 def _block_of_row(x: TensorSpec, rows: int, operations: int, combining: int) -> Reread:
-    """A block for each row, or a warp for a short one, with so many operations on each element."""
+    """A block for each row, or a warp for a short one, with that many operations on each element."""
     columns = ceil(x.numel / max(1, rows))
     threads = WARP_THREADS if columns < BLOCK_THREADS else BLOCK_THREADS
     turns, row_bytes = ceil(columns / threads), columns * x.dtype.itemsize
@@ -365,7 +367,7 @@ def _statistics(x: TensorSpec) -> Reread:
 
 
 def _channels(x: TensorSpec, tensors: int, operations: int, turns: int) -> Reread:
-    """A kernel with a block for each channel, whose threads walk its planes. It reads so many tensors again."""
+    """A kernel with a block for each channel, whose threads walk its planes. It reads that many tensors again."""
     channels = x.shape[1] if len(x.shape) > 1 else 1
     row_bytes = tensors * x.nbytes // channels
     operations = OPERATIONS_TO_COMBINE + operations * turns
@@ -373,7 +375,7 @@ def _channels(x: TensorSpec, tensors: int, operations: int, turns: int) -> Rerea
 
 
 def _turns_of_channel(x: TensorSpec) -> int:
-    """How many elements a thread takes one after another: a block has as many threads beside each other as a plane has
+    """How many elements a thread takes one after another: a block has as many neighbouring threads as a plane has
     elements, rounded up, and walks several planes at a time (batch_norm_collect_statistics_kernel and
     batch_norm_backward_kernel)."""
     images, *planes = x.shape[:1] + x.shape[2:]
@@ -382,12 +384,12 @@ def _turns_of_channel(x: TensorSpec) -> int:
 
 
 def _threads_of_plane(elements: int) -> int:
-    """32, 64, ... or 512 (getNumThreads in Normalization.cuh)."""
+    """Threads for a plane: 32, 64, ... or 512 (getNumThreads in Normalization.cuh)."""
     return min(BLOCK_THREADS, max(WARP_THREADS, power_of_two_from(max(1, elements))))
 
 
 def _columns(x: TensorSpec, tensors: int, operations: int) -> Reread:
-    """The kernel that reduces so many tensors in channels-last, with so many operations on an element."""
+    """The kernel that reduces that many tensors in channels-last, with that many operations on an element."""
     blocks, threads, elements = _columns_grid(x)
     operations = OPERATIONS_TO_COMBINE + operations * elements
     nbytes, turns = tensors * x.nbytes, ceil(elements / COLUMN_LOADS)
@@ -435,5 +437,5 @@ def _as_kernel(rows: Reread) -> Reread:
 
 
 def read_by_another_kernel(x: TensorSpec, tensors: int = 1) -> Reread:
-    """A second kernel reads so many tensors like `x` after the first has gone through all of it, or before."""
+    """A second kernel that reads that many tensors like `x`, before the first goes through all of it or after."""
     return _as_kernel(Reread(tensors * x.nbytes, 1, tensors * x.nbytes, BLOCK_THREADS))

@@ -128,8 +128,8 @@ def _in_registers(columns: int, rows: int, row_bytes: int, combining: int) -> Re
 
 
 def _grid(outer: int, columns: int, inner: int, passes: int) -> ThreadGrid:
-    """Over another dimension than the last: threads beside each other take neighbouring rows, and several threads a row
-    only where there are few (SpatialSoftMax_getBlockSize in SoftMax.cu)."""
+    """The grid over another dimension than the last: neighbouring threads take neighbouring rows, and several threads
+    share a row only where there are few (SpatialSoftMax_getBlockSize in SoftMax.cu)."""
     across, along = min(inner, MOST_THREADS), 1
     while across <= WIDE_ROWS <= columns and 2 * along <= min(columns, MOST_THREADS // across):
         along *= 2

@@ -71,7 +71,7 @@ SMALL = 32  # up to this size cuSOLVER's Jacobi methods take all matrices of a b
 
 
 class Factored(NamedTuple):
-    """What one matrix takes."""
+    """What the factorization of one matrix takes."""
 
     flops: int
     calls: int  # of BLAS, one after another

@@ -24,7 +24,7 @@ MOST_PICKED = 8  # operands of `cat` among which a reader picks: max_complex_poi
 
 
 def _is_shared(parts: list[Part], flow: Flow, place: int, touch: Touch, values: list[Value], inline: set[int]) -> bool:
-    """Whether others read the very operand, and compute with it, or would compute it again as this one would."""
+    """Whether other kernels read the same operand and compute with it, or would recompute it as this one would."""
     others = {reader for value in values for reader in value.readers} - {place}
     others = {other for other in others if any(read == touch for read, _ in flow.reads[other])}
     return any(is_pointwise(parts[other].role) and not _puts_together(parts[other]) for other in others) or (
@@ -108,7 +108,7 @@ class Copies:
         self._seen: set[tuple[int, Cost]] = set()
 
     def of(self, part: Part, reader: Part, renamed: Mapping[int, int], share: float = 1.0) -> Part:
-        """A part as it runs for the reader, with the storages renamed that it is handed there."""
+        """A part as it runs for the reader, on renamed storages."""
         key = (part.source, part.cost)
         cost, is_again = part.cost, key in self._seen
         self._seen.add(key)
@@ -159,7 +159,7 @@ def _dead(parts: list[Part], flow: Flow, lifetimes: Lifetimes, trace: Trace) -> 
 
 
 def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
-    """The places of the parts that no loop of their own computes."""
+    """The places of the parts that get no loop of their own."""
     last_write: dict[tuple[int, int | None], int] = {}
     writers: defaultdict[int, set[int]] = defaultdict(set)
     for place, values in enumerate(flow.writes):

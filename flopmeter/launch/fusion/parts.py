@@ -87,7 +87,8 @@ def _composed(parts: list[Part]) -> Iterator[Part]:
 
 
 def _is_filled_in_vain(part: Part, later: list[Part]) -> bool:
-    """Zeros that eager kernels ask for and inductor, whose loop writes all of the result, does not."""
+    """Whether the kernel only writes zeros that eager kernels need and inductor does not, since its loop writes all of
+    the result."""
     if part.graph is None or part.cost.reads or part.role is OPAQUE:
         return False
     written = _written(part)
@@ -133,14 +134,14 @@ def _as_one(parts: list[Part], read_later: Set[TensorSpec | None]) -> Cost:
 
 
 def _into_whole(op: Op, cost: Cost) -> Cost:
-    """A loop over all that inputs are put together to, where eager kernels write the part of one input each."""
+    """One loop over the whole result of a concatenation, where eager kernels write the part of one input each."""
     if op.packet not in PUT_TOGETHER:
         return cost
     return replace(cost, writes=tuple(Region(spec, spec.nbytes) for spec in op.call.outputs))
 
 
 def _numbered(cost: Cost, storages: int) -> Cost:
-    """With scratch numbered as further storages of the op, after one for statistics."""
+    """The kernel with its scratch numbered as further storages of the op, after the one for statistics."""
 
     def region(each: Region) -> Region:
         if each.spec is None or each.spec.storage >= 0:
@@ -224,7 +225,7 @@ def _stages(op: Op, cost: Cost, role: Role, is_eager: bool) -> Iterable[tuple[Co
 
 
 def operands_of(part: Part) -> Iterator[Part]:
-    """What is put together, each written to its place by a loop of its own."""
+    """The operands of a concatenation, each written to its place by a loop of its own."""
     (result,), dim, at = part.cost.writes, part.op.call.argument("dim"), 0
     assert result.spec is not None
     whole = result.spec

@@ -73,8 +73,8 @@ def _is_backward(part: Part) -> bool:
 
 
 def _held_for_backward(parts: list[Part], flow: Flow, again: set[int], trace: Trace) -> dict[int, bool]:
-    """Which of the parts made what autograd alone held for the backward graph: now it is in no memory. For each,
-    whether its own graph reads it still."""
+    """The parts that made what only autograd held for the backward graph: it is no longer in memory. For each, whether
+    its own graph still reads it."""
     last_of = Lifetimes(parts, trace).last_of
     dropped: dict[int, bool] = {}
     for place in sorted(again, reverse=True):
@@ -166,15 +166,16 @@ class _Partition:
         return SMALLER * value.touch.nbytes >= sum(touch.charged for touch, _ in reads)
 
     def _far_from_other_uses(self) -> Iterator[int]:
-        """Parts that read what others read too, before a library's kernel in between: with those they will not share a
-        kernel (a residual stream, above all)."""
+        """Parts that read the same as others do, but before a library's kernel that lies in between, above all in a
+        residual stream: they will not share a kernel with these."""
         for source, users in self._users.items():
             if len(users) > 1 and source[0] >= 0 and self._parts[source[0]].role.joins_consumers:
                 first = self._first_not_fusible(users)
                 yield from (user for user in users if user > first)
 
     def _may_fuse(self, place: int) -> bool:
-        """With its readers, for the partitioner, which does not know of split loops."""
+        """Whether the part may fuse with its readers in the eyes of the partitioner, which does not know of split
+        loops."""
         role = self._parts[place].role
         return role.joins_consumers or role.loops is not None
 
