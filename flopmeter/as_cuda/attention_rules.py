@@ -144,7 +144,7 @@ def _is_half(call: SdpaCall) -> bool:
 
 
 def half_on_ampere_or_later(call: SdpaCall) -> bool:
-    """What flash and cuDNN have in common."""
+    """A rule that flash and cuDNN share."""
     is_half = 80 <= call.sm <= 121 and _is_half(call)
     return is_half and _is_well_formed(call) and _has_dense_rows(call, unless_single=True)
 
@@ -160,7 +160,7 @@ def equal_heads_or_grouped(call: SdpaCall) -> bool:
 
 
 def equal_heads_or_grouped_or_one(call: SdpaCall) -> bool:
-    """A single head of keys and values serves all queries, even without enable_gqa."""
+    """Whether heads match. One head of keys and values serves all queries, even without enable_gqa."""
     query, key, value = call.heads
     return equal_heads_or_grouped(call) or (query > 0 and key == value == 1)
 
@@ -262,7 +262,8 @@ def cudnn_head_sizes_to_256(call: SdpaCall) -> bool:
 
 
 def _head_sizes_to(limit: int, call: SdpaCall, knows_192: bool) -> bool:
-    """Multiples of 8. cuDNN from 9.11 on also has 192 for queries and keys with 128 for values, on some devices."""
+    """Head sizes that are multiples of 8. From 9.11 on cuDNN also has 192 for queries and keys with 128 for values, on
+    some devices."""
     sizes = call.head_size, call.value.shape[-1]
     if knows_192 and call.target.cudnn_version >= 91100 and sizes == (192, 128):
         return True

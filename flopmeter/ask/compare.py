@@ -103,7 +103,7 @@ class Comparison(Shown):
         )
 
     def _results(self) -> Table:
-        """Columns without any figure (throughput, prices that nobody gave) are left out."""
+        """The table; columns without any figure (throughput, prices that nobody gave) are left out."""
         columns: list[ColumnOf[DeviceRow]] = [
             ColumnOf("device", lambda row: row.hardware, str, "<"),
             steps.TIME,
@@ -180,7 +180,7 @@ class DeviceResult(NamedTuple):
 def comparison_of(
     devices: Iterable[Hardware], found: Sequence[DeviceResult], sort: Sort = "seconds", unit: str = "items"
 ) -> Comparison:
-    """The results of the devices side by side, in this order."""
+    """The comparison of these results, in this order."""
     unable = {device.name: each.why for device, each in zip(devices, found, strict=True) if each.row is None}
     rows = [each.row for each in found if each.row is not None]
     title = next((each.title for each in found if each.row is not None), "no device of the list can run this program")
@@ -208,8 +208,8 @@ def _result(
     meters: list[FlopMeter],
     device: Hardware,
 ) -> DeviceResult:
-    """`options`: of FlopMeter. `meters` has one for each op stream of the devices so far in this process, and gets
-    another one."""
+    """The result of one device. `options`: of FlopMeter. `meters`: one for each op stream of the devices so far in this
+    process; may get another one."""
     try:
         report = _report(fn, device, mode, meters, options)
     except HardwareError as error:
@@ -263,7 +263,7 @@ def _row(report: Report, items: float | None, dollars_per_hour: float | None, ch
 
 
 def checked_devices(hardware: Iterable[AnyHardware], error: type[ValueError] = ValueError) -> list[Hardware]:
-    """Their profiles. Raises the error for none, and for a device that stands there twice."""
+    """The devices' profiles. Raises the error if there are none, or one twice."""
     if isinstance(hardware, str | os.PathLike | Hardware | Mapping) or not isinstance(hardware, Iterable):
         raise TypeError(f"hardware must be a list of devices, such as [{hardware!r}]")
     devices = [load_hardware(name) for name in hardware]
@@ -323,7 +323,7 @@ def _speed_up(regime: Regime) -> ColumnOf[DeviceRow]:
 
 def _verdict(row: DeviceRow) -> str:
     """What takes the largest share of the time; what would help most, if that is something else (the host may set the
-    pace even of a device that is nearly always busy); and where the verdict turns."""
+    pace even of a device that is nearly always busy); and at which point something else would bound the run."""
     resource, speedup, boundary = RESOURCES[row.regime], row.what_if.speedup, row.what_if.boundary
     best = max(speedup, key=speedup.__getitem__)
     verdict = f"{row.regime}-bound"

@@ -108,7 +108,7 @@ class Scaling(Shown):
         )
 
     def _table(self) -> Table:
-        """Columns without any figure (throughput, prices that nobody gave) are left out."""
+        """The table; columns without any figure (throughput, prices that nobody gave) are left out."""
         columns: list[ColumnOf[LayoutRow]] = [
             ColumnOf("layout", lambda row: row.name, str, "<"),
             ColumnOf("GPUs", lambda row: row.gpus, str),
@@ -209,7 +209,7 @@ def scale(
 
 
 def _outcome(job: _Job, layout: dict[str, int]) -> _LayoutResult:
-    """torch refuses impossible meshes and shapes with one of these errors."""
+    """The result of one layout. torch refuses impossible meshes and shapes with one of these errors."""
     try:
         report = _metered(job, layout)
     except (ValueError, RuntimeError, AssertionError) as error:

@@ -31,8 +31,8 @@ SINGLE_OPERATIONS = 8
 CAST_OPERATIONS = 40
 # An element-wise kernel whose operands have several types does the same: 12.6 million sums of an fp32 and a bf16 number
 # take 54 µs on an H100, of which their bytes take 43 (validation/traces, gpt2). Where it also finds the place of each
-# element, which it then loads and stores one by one in any case, it takes this many more: from quotients and products by
-# repeated rows, 24 to 35.
+# element, which it then loads and stores one by one in any case, it takes this many more: from quotients and products
+# by repeated rows, 24 to 35.
 SINGLE_CAST_OPERATIONS = 24
 # Types of 8 bits have kernels of their own (float8_copy_kernel_cuda in Copy.cu), which take four elements at a time and
 # convert by shifts, additions and comparisons (c10/util/Float8_e4m3fn.h).

@@ -1,7 +1,7 @@
 """What a device draws, and how fast it runs within its power limit: one law for both.
 
-Energy. A multiply-add costs a number of joules at the voltage of the boost clock, a byte from memory a number at any clock,
-and the device draws its idle power all the time.
+Energy. A multiply-add costs a number of joules at the voltage of the boost clock, a byte from memory a number at any
+clock, and the device draws its idle power all the time.
 
 Clock. Voltage falls with the clock: V / V_boost = 0.5 + 0.5 f / f_boost, never below 0.65. Arithmetic draws
 f V². So where a long run would need more than the limit, the clock falls to where f V² fits. Two parts of a generation

@@ -125,7 +125,7 @@ class Roof(NamedTuple):
         return min(self.flop_per_s, intensity * self.bytes_per_s)
 
     def line(self, least: float, most: float, *, sustained: bool = False) -> list[tuple[float, float]]:
-        """Its corners (FLOP/B, FLOP/s) from the least to the most intensity, by the datasheet or as sustained."""
+        """Its corners (FLOP/B, FLOP/s) from the least to the greatest intensity, by the datasheet or as sustained."""
         flop_per_s, bytes_per_s = self.flop_per_s, self.bytes_per_s
         if sustained:
             flop_per_s, bytes_per_s = self.sustained_flop_per_s, self.sustained_bytes_per_s

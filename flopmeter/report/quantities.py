@@ -74,7 +74,7 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def percent_of(part: float, whole: float) -> float:
-    """0 where the whole is nothing."""
+    """The share in percent; 0 where the whole is nothing."""
     return 100 * part / whole if whole else 0.0
 
 

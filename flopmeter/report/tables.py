@@ -50,7 +50,7 @@ class ColumnOf(Generic[RowType]):
 
 
 def table_of(columns: Iterable[ColumnOf[RowType]], rows: Iterable[RowType], *, hides_unknown: bool = False) -> Table:
-    """`hides_unknown` leaves out the columns that have no figure in any row."""
+    """A table with a row for each record. `hides_unknown` leaves out the columns that have no figure in any row."""
     rows = list(rows)
     filled = [(Column(column.heading, column.side), [column.cell(row) for row in rows]) for column in columns]
     if hides_unknown:

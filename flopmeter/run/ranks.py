@@ -78,7 +78,7 @@ def _is_failed(ran: RanAsRank) -> bool:
 
 
 def _peers(ran: RanAsRank) -> set[int]:
-    """The ranks with which it exchanges messages in a step."""
+    """The ranks with which a rank exchanges messages in a step."""
     session = ran.session
     if session.steps.parts(session.now()).ends_with_call:  # ranks do not end it at the same place
         return set()
@@ -120,7 +120,7 @@ class _WrittenOnce(io.TextIOBase):
         self._place = 0
 
     def go_on(self) -> None:
-        """What comes now is new, even if this run wrote less: libraries warn once a process."""
+        """What comes now is new, even if this run wrote less than the one before: libraries warn once per process."""
         self._place = self._length
 
     def write(self, text: str) -> int:

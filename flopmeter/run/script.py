@@ -327,7 +327,7 @@ def _about_what_is_missing(error: BaseException) -> str | None:
 
 
 def _asserts_a_file(error: BaseException) -> bool:
-    """Whether it is `assert os.path.exists(path)`, or one of its kin."""
+    """Whether it is an assertion such as `assert os.path.exists(path)`."""
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, AssertionError) else []
     return bool(frames) and any(f"{test}(" in (frames[-1].line or "") for test in TESTS_OF_FILES)
 

@@ -232,7 +232,7 @@ class ScriptSession:
                 yield self.meter.report(ops=step, mode=mode, repeats=True).seconds
 
     def note_switches(self) -> None:
-        """A script sets them after the run has begun."""
+        """Notes torch's switches, which a script sets after the run has begun."""
         self.meter.trace.switches = switches_now()
 
     def step_ops(self) -> range:
@@ -245,7 +245,7 @@ class ScriptSession:
         return replace(report, notes=(*report.notes, *self.own_notes()))
 
     def lines_that_guess(self) -> list[str]:
-        """The lines of the program that read values which are not known. Who began last stands last."""
+        """The lines of the program that read unknown values. The line that began last comes last."""
         return list(dict.fromkeys(use.where for use in self.meter.assumed if not use.rule.startswith("checks")))
 
     def own_notes(self) -> Iterator[str]:

@@ -30,7 +30,7 @@ class AttentionKernel(NamedTuple):
     speed: float = 1.0  # of all that an SM does for a score, against the family that the other figures are from
     flop_per_cycle: tuple[float, float] | None = None  # most that the matmuls of an SM reach: forward, backward
     wide_speed: tuple[float, float] = (1.0, 1.0)  # the same as `speed`, forward and backward, of heads of more than 128
-    hides_softmax: bool = False  # the softmax of one tile runs during the matmuls of another: the cycles above overlap them
+    hides_softmax: bool = False  # one tile's softmax runs during another's matmuls: the cycles above overlap them
     holds_tiles: bool = True  # whole tiles of queries, keys and values lie in the shared memory of an SM
     masks_by_count: bool = False  # forward, masks a number of tiles at the end of a block, and all under a window
     read_share: float = 1.0  # of the bandwidth of a copy, which its loads reach
@@ -250,6 +250,6 @@ COMBINE_SECONDS = 4e-6
 # Multiples to which head dimensions are padded, up to 128 and above.
 HEAD_DIMENSION_MULTIPLES = (32, 64)
 
-# Bytes of an element of dq in addition to those of the op's tensors: FlashAttention's backward sets a copy in fp32 to zero,
-# adds to it, and converts it, and another kernel reads the output and its gradient for the row sums.
+# Bytes of an element of dq in addition to those of the op's tensors: FlashAttention's backward sets a copy in fp32 to
+# zero, adds to it, and converts it, and another kernel reads the output and its gradient for the row sums.
 BACKWARD_EXTRA_BYTES = 16

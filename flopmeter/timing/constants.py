@@ -149,11 +149,11 @@ HALF_RATE_CHANNELS_LAST = 1
 HALF_RATE_CHANNELS_GROUPED = 72
 
 # Groups with a power of two of channels share the tiles of dense filters in NHWC (cuDNN's release notes tell of kernels
-# for such widths since 7.0.4). Any other group is an implicit GEMM of its own, with tiles this many channels wide; narrow
-# ones load each pixel anew for few results. Fitted on 43 grouped nets of [timm] in channels-last, on two cards: 5.1 and
-# 4.8 % off (by the other law 11.7 and 10.4). Tiles of 32 or 128 are up to 1.3 worse; for powers of two 20 channels
-# would do as well as HALF_RATE_CHANNELS_LAST, within .6. In NCHW, where groups of 24 are faster, the tiles alone are
-# fitted, on twelve RegNets on these cards: 2.8 and 5.9 % off (by the other law 9.9 and 11.6).
+# for such widths since 7.0.4). Any other group is an implicit GEMM of its own, with tiles this many channels wide;
+# narrow ones load each pixel anew for few results. Fitted on 43 grouped nets of [timm] in channels-last, on two cards:
+# 5.1 and 4.8 % off (by the other law 11.7 and 10.4). Tiles of 32 or 128 are up to 1.3 worse; for powers of two 20
+# channels would do as well as HALF_RATE_CHANNELS_LAST, within .6. In NCHW, where groups of 24 are faster, the tiles
+# alone are fitted, on twelve RegNets on these cards: 2.8 and 5.9 % off (by the other law 9.9 and 11.6).
 GROUP_TILE_CHANNELS = 64
 GROUP_TILE_CHANNELS_NCHW = 32
 HALF_RATE_TILE_CHANNELS = 120
@@ -178,8 +178,8 @@ CONVERSIONS: Mapping[tuple[str, float], int] = {("amd", 2): 5, ("nvidia", 4): 3}
 
 # On Hopper (cuDNN 9.19 on an H100, torch 2.11, 2026-11: validation/traces) cuDNN turns all three tensors of a
 # convolution in NCHW, in 16 bits too, but where it is a plain product (filters of one element, no stride). A thread
-# block turns a tile of 32 channels and 32 positions, whether they are there or not: it keeps an SM for this many cycles,
-# beside its traffic. (.56 ms for 256 images of 3 channels, .14 for 64; full tiles 1.9 and, in fp32, 2.8 ns.)
+# block turns a tile of 32 channels and 32 positions, whether they are there or not: it keeps an SM for this many
+# cycles, beside its traffic. (.56 ms for 256 images of 3 channels, .14 for 64; full tiles 1.9 and, in fp32, 2.8 ns.)
 TURNED_TILE_SIDE = 32
 TURNED_TILE_CYCLES = 366
 # Channels are padded to 16 bytes first: in NCHW by the same kernel, in NHWC by `nhwcAddPaddingKernel`, with so many

@@ -101,9 +101,9 @@ HALF_RATE_MMA = MMA._replace(stores_each_tile=False)
 # computes while another waits. Set on [timm].
 CONVOLUTIONS = SIMT._replace(overlap_exponent=4.0, wave_cycles=500.0, only_tiles=True)
 
-# Rows and columns that kernels for weights of few bits have in addition to the tiles above, since they are for few rows: an
-# `mma` has 16 (Marlin, github.com/IST-DASLab/marlin; Triton's kernels for experts, BLOCK_SIZE_M from 16 on). Weights of
-# 16 bits take longer to read than a tile of 64 rows to multiply.
+# Rows and columns that kernels for weights of few bits have in addition to the tiles above, since they are for few
+# rows: an `mma` has 16 (Marlin, github.com/IST-DASLab/marlin; Triton's kernels for experts, BLOCK_SIZE_M from 16 on).
+# Weights of 16 bits take longer to read than a tile of 64 rows to multiply.
 _FEW_ROWS = ((16, 256), (16, 128), (32, 256), (32, 128))
 
 # A tile reads a short piece of each of its columns of weights, which lie in as many pages of memory. GDDR has few banks

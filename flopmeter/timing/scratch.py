@@ -1,4 +1,4 @@
-"""Memory that ops ask torch's allocator for, in addition to the tensors that they return: it belongs to no tensor of the
+"""Memory that ops ask torch's allocator for in addition to the tensors that they return. It belongs to no tensor of the
 program, but torch.cuda.max_memory_allocated() counts it.
 
 Two of these are large and follow from torch's source: the workspace of cuBLAS (aten/src/ATen/cuda/CublasHandlePool.cpp;

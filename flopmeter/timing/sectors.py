@@ -1,5 +1,5 @@
-"""Memory that kernels move in addition to what they touch: devices read and write it in sectors, and elements that lie apart
-leave a part of each unused."""
+"""Memory that kernels move in addition to what they touch: devices read and write it in sectors, and elements that lie
+apart leave a part of each unused."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def _numel(chunks: list[list[PartCost]], numel_of: Callable[[PartCost], float]) 
 
 
 def _fullest(split: Split) -> list[int]:
-    """The ranks that may be. Those after the second one have no more layers, and fewer microbatches in flight; the last
-    one has the head."""
+    """The ranks that may be the fullest: ranks after the second one have no more layers and fewer microbatches in
+    flight; the last one has the head."""
     return sorted({0, min(1, split.pp - 1), split.pp - 1})
 
 
@@ -93,7 +93,7 @@ class RankMemory:
     def __init__(
         self, work: SplitWork, rank: int, most_bytes: int | None = None, capacity_bytes: int | None = None
     ) -> None:
-        """No more than `most_bytes` can be in use, or be reserved than the capacity."""
+        """At most `most_bytes` can be in use, and at most `capacity_bytes` reserved."""
         self._work, self._rank, self._split = work, rank, work.split
         self._chunks = work.chunks(rank)
         self._microbatches = min(work.microbatches, ROUNDS * self._split.pp)  # more do not fill it further
@@ -191,7 +191,7 @@ class RankMemory:
     def _play(
         self, part: PartCost, key: tuple[int, int, int], numbers: Iterable[int], skipped: frozenset[int] = frozenset()
     ) -> None:
-        """The part's blocks come and go, but for those that came as a message."""
+        """Takes and gives back the part's blocks, except those that came as a message."""
         held, blocks = self._blocks[key], part.blocks
         for number in numbers:
             if number < 0:
@@ -205,7 +205,7 @@ class RankMemory:
     # --- FSDP2 ---
 
     def _prefetch(self, group: _Group) -> None:
-        """The rank's shard in the type of products, and room for all."""
+        """Takes the rank's shard in the type of products, and room for all of the parameters."""
         if not self._is_sharded or not group or group[0] in self._whole or self._prefetched:
             return
         nbytes = sum(self._chunks[chunk][place].gathered_bytes for chunk, place in group)
@@ -216,7 +216,8 @@ class RankMemory:
         self._give(shard)
 
     def _gather(self, group: _Group) -> None:
-        """Into a buffer, and from there into parameters. The buffer before is given back once this one is full."""
+        """Gathers into a buffer, and copies from there into parameters. The buffer before is given back once this one
+        is full."""
         if not self._is_sharded or not group or group[0] in self._whole:
             return
         self._prefetch(group)
@@ -234,7 +235,7 @@ class RankMemory:
             self._give(self._whole.pop(each, []))
 
     def _reduce(self, group: _Group, scatters: bool) -> None:
-        """Gradients of a pass are added to those before, in fp32 if they are scattered later; or scattered."""
+        """Adds gradients of a pass to those before, in fp32 if they are scattered later; or scatters them."""
         for each in group:
             new = self._new[each]
             if not self._is_sharded and each not in self._sums:
@@ -248,8 +249,8 @@ class RankMemory:
             self._scatter(group)
 
     def _scatter(self, group: _Group) -> None:
-        """From a buffer, which is given back at the next scatter or the end of the pass, into shards. Those of later
-        passes are added."""
+        """Scatters from a buffer, which is given back at the next scatter or the end of the pass, into shards. The
+        shards of later passes are added to these."""
         self._reshard(group)
         self._give(self._scattered)
         nbytes = REDUCED_BYTES * sum(self._chunks[chunk][place].trained_parameters for chunk, place in group)
@@ -267,7 +268,7 @@ class RankMemory:
     # --- the stage, the allocator ---
 
     def _parted(self, chunk: int) -> tuple[list[PartCost], list[_Group], _Group]:
-        """Its parts; the layers, each a group; and what is outside of them, which is one."""
+        """The groups of a chunk's parts: each layer is one, and what is outside of layers together is one."""
         parts, costs = self._chunks[chunk], self._work.costs
         outside = tuple(
             (chunk, place) for place, part in enumerate(parts) if part is costs.before or part is costs.after

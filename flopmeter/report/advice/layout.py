@@ -32,7 +32,7 @@ def channels_last(report: Report) -> Iterator[Proposal]:
     images = shapes.keys() - _regrouped(trace, shapes)
 
     def turned(spec: TensorSpec, shape: object) -> TensorSpec:
-        """`shape`: that of the image it lies in, or None."""
+        """The tensor in NHWC. `shape`: that of the image in which it lies, or None."""
         if not isinstance(shape, tuple) or not _is_nchw(spec) or _regroups(spec, shape):
             return spec
         return spec._replace(stride=dense_strides(spec.shape, channels_last=True))
@@ -56,13 +56,13 @@ def _is_nchw(spec: TensorSpec) -> bool:
 
 
 def _regroups(spec: TensorSpec, shape: tuple[int, ...]) -> bool:
-    """Whether batch and channels of an image of that shape are other ones here, as instance norms take all channels of
-    a batch for those of one image. In NHWC they do not lie one after the other: such a view is a copy to NCHW."""
+    """Whether the view has other batches and channels than its image of that shape, as in instance norms, which take
+    all channels of a batch for those of one image. In NHWC these are not neighbours: such a view is a copy to NCHW."""
     return spec.shape[2:] == shape[2:] and spec.shape != shape
 
 
 def _given(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
-    """Images that the program makes of no others, each with the op that makes something else of it first."""
+    """Images that the program does not make from other images, each with the first op that makes something of it."""
     left = {number for number in images if trace.storages[number].role is None}
     for index, op in enumerate(trace.ops):
         read = [spec for spec in op.inputs if spec.device == trace.device and spec.storage in images]

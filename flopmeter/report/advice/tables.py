@@ -18,8 +18,8 @@ _CASTS = (aten._to_copy, aten.clone)
 
 @remedy
 def dense_gradients_of_embeddings(report: Report) -> Iterator[Proposal]:
-    """Tables of which a step reads few rows, and whose gradients and optimizer go through all of them. Priced is a
-    table of as many rows as are read: each counts, also where one is read twice."""
+    """Tables of which a step reads few rows, and whose gradients and optimizer go through all of them. The change is
+    priced with a table of as many rows as are read; a row that is read twice counts twice."""
     trace = trace_of(report)
     rows: dict[int, tuple[int, int]] = {}  # of each gradient: of the table, of the batch
     for op in trace.ops:

@@ -12,7 +12,8 @@ from flopmeter.report.report import Report
 
 @remedy
 def uncompiled_flex_attention(report: Report) -> Iterator[Proposal]:
-    """Its one kernel exists only compiled. Beside it the program may stay as it is."""
+    """Calls of flex_attention that run eagerly: its one kernel exists only compiled. The rest of the program may stay
+    eager."""
     trace = trace_of(report)
     inside = in_templates(trace)
     if inside and not report.launches.mode.fuses:

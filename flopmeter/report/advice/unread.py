@@ -21,7 +21,7 @@ LEAST_UNREAD = 2  # times as many rows are made as are read
 
 @remedy
 def unread_rows(report: Report) -> Iterator[Proposal]:
-    """Not in training, where the rows that nobody reads have gradients of zeros."""
+    """Products with rows that nobody reads. Not in training, where these rows have gradients of zeros."""
     trace = trace_of(report)
     if has_backward(trace):
         return
@@ -106,7 +106,7 @@ def _rows_of(spec: TensorSpec, trace: Trace) -> set[int] | None:
 
 
 def _cut(op: Op, rows: dict[int, list[int]], kept: list[int]) -> Op:
-    """The op with tensors of these rows alone; a product reads so many rows of its operand as it makes."""
+    """The op with tensors of only these rows; a product reads as many rows of its operand as it makes."""
     is_product = op.packet in _PRODUCTS
     left = op.inputs[-2] if is_product and kept else None
 

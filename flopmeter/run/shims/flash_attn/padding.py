@@ -12,7 +12,7 @@ from torch import Tensor
 def unpad_input(
     hidden: Tensor, mask: Tensor, unused: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """What varlen attention takes."""
+    """The rows that varlen attention takes, and what it needs to know of them."""
     kept = mask if unused is None else mask + unused
     indices = kept.flatten().nonzero().flatten()
     lengths = kept.sum(-1, dtype=torch.int32)

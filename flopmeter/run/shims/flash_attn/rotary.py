@@ -14,7 +14,7 @@ from flopmeter.run.shims.kernel import kernel
 
 
 def _rotary_cost(call: Call) -> Cost:
-    """Two products and a sum for each element that is turned; the others are copied."""
+    """Two products and a sum for each element that is rotated; the others are copied."""
     x, cos = call.inputs[:2]
     turned = x.numel // x.shape[-1] * 2 * cos.shape[-1]
     return make_cost(call, "element-wise", 3 * turned)
@@ -50,8 +50,8 @@ def apply_rotary_emb(
 
 
 class _RotaryWithin(torch.autograd.Function):
-    """Turns a part of what lies side by side in place, and its gradient: one kernel each way, which touches that part
-    alone."""
+    """Rotates a part of a packed tensor in place, and its gradient: one kernel each way, which touches only that
+    part."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, part: slice, cos: Tensor, sin: Tensor) -> Tensor:
@@ -116,7 +116,8 @@ def apply_rotary(
 
 
 def _refuse_lengths(offsets: int | Tensor) -> None:
-    """One offset for all moves the rows of the tables that are read, and costs nothing."""
+    """Refuses an offset for each sequence. One for all only moves the rows of the tables that are read, and costs
+    nothing."""
     if isinstance(offsets, Tensor):
         refuse({"seqlen_offsets": offsets}, "seqlen_offsets")
 
