@@ -24,7 +24,7 @@ class Lowered:
 
     graph: Any
     nodes: Sequence[Any]
-    bytes_of: Sequence[int]  # read and written by each node, by the scheduler's own estimate
+    bytes_of: Mapping[Any, int]  # read and written by each node, by the scheduler's own estimate
     user_outputs: frozenset[int]  # results that go to the program; the others are kept for the backward pass
     memory_taken: Mapping[str, str]  # by a buffer: the one whose memory it takes
 
@@ -92,7 +92,7 @@ def lower(module: Any, given: Sequence[Any], options: dict[str, Any]) -> Lowered
                 graph._update_scheduler()
                 nodes = list(graph.scheduler.nodes)
                 outputs = frozenset(module.graph.output_node().meta.get("user_visible_output_idxs", ()))
-                nbytes = [node.get_read_write_buffers_sizes() for node in nodes]
+                nbytes = {node: node.get_read_write_buffers_sizes() for node in nodes}
                 return Lowered(graph, nodes, nbytes, outputs, memory_taken(graph, nodes))
 
 
