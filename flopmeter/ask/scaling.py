@@ -186,19 +186,13 @@ def scale(
     unknown device or cluster, and ValueError for options that make no sense and where no layout can run.
     """
     check_callable("scale calls a function of the mesh, which returns the step", program)
-    if isinstance(layouts, Mapping):
-        raise TypeError(f"layouts must be a list of meshes, such as [{layouts!r}]")
-    meshes = list(layouts)
-    if not meshes:
-        raise ValueError('scale needs at least one layout, such as {"dp": 8}')
-    for layout in meshes:
-        check_mapping('{"dp": 8}', layout=layout)
+    meshes = _checked(layouts)
     check_positive(items=None if callable(items) else items, dollars_per_gpu_hour=dollars_per_gpu_hour)
     mode_called(mode)
     device = load_hardware(hardware)
     links = cluster_of(device, cluster)
     job = _Job(program, device, links, mode, items, dollars_per_gpu_hour, checked_delays(delays), meter_options)
-    outcomes = results_of(partial(_outcome, job), [dict(layout) for layout in meshes], workers, executor, progress)
+    outcomes = results_of(partial(_outcome, job), meshes, workers, executor, progress)
     rows = tuple(outcome.row for outcome in outcomes if outcome.row is not None)
     unable = {_name(mesh): outcome.title for mesh, outcome in zip(meshes, outcomes, strict=True) if outcome.row is None}
     if not rows:
@@ -206,6 +200,18 @@ def scale(
     title = next(outcome.title for outcome in outcomes if outcome.row is not None)
     notes = [f"cluster: {links.title}", *delay_notes(delays), *(note for outcome in outcomes for note in outcome.notes)]
     return Scaling(title, rows, unable, unit, tuple(dict.fromkeys(notes)))
+
+
+def _checked(layouts: Iterable[Layout]) -> list[dict[str, int]]:
+    """Raises ValueError or TypeError for what is no list of meshes."""
+    if isinstance(layouts, Mapping):
+        raise TypeError(f"layouts must be a list of meshes, such as [{layouts!r}]")
+    meshes = list(layouts)
+    if not meshes:
+        raise ValueError('scale needs at least one layout, such as {"dp": 8}')
+    for layout in meshes:
+        check_mapping('{"dp": 8}', layout=layout)
+    return [dict(layout) for layout in meshes]
 
 
 def _outcome(job: _Job, layout: dict[str, int]) -> _LayoutResult:

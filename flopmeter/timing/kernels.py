@@ -58,6 +58,7 @@ from flopmeter.timing.convolution import (
 )
 from flopmeter.timing.gemm_kernels import (
     UNNAMED,
+    GemmKernels,
     NamedKernel,
     ampere_kernel_share,
     as_found_by,
@@ -139,7 +140,6 @@ def _matmuls(
         unpacks_weights=isinstance(work, MatmulWork | GroupedMatmulWork) and work.unpacks_weights,
         groups=isinstance(work, GroupedMatmulWork),
     )
-    library = as_ran(ran, library)
     if isinstance(work, FormulaWork):  # timed like a matmul that fills the device
         compute = 2 * work.macs / peak.sustained_flop_per_s
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
@@ -148,17 +148,7 @@ def _matmuls(
         was_compared = not work.shape.is_backward or work.backend == "flash"
         kind = "attention" if was_compared else "attention backward"
         return attention(cost, work, hardware, peak, cached_bytes), kind
-    rates = Rates(
-        peak.sustained_flop_per_s,
-        max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),
-        hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware) * library.memory_share,
-        hardware.sm_count,
-        clock_hz(hardware),
-        library,
-        hardware.l2_cache_bytes or 0,
-    )
-    if isinstance(work, MatmulWork | GroupedMatmulWork):
-        rates = rates._replace(bytes_per_s=rates.bytes_per_s * tiled_read_share(work.matmuls, hardware, peak))
+    rates = _rates(cost, work, as_ran(ran, library), hardware, peak)
     saved = cached_bytes * max(0.0, 1 - rates.bytes_per_s / rates.cache_bytes_per_s)
     moved = MatmulBytes(cost.bytes - saved, cost.bytes_written, item_bytes_of(cost.dtype))
     if isinstance(work, ConvolutionWork):
@@ -169,23 +159,41 @@ def _matmuls(
         return unpacking(work.matmul, constants.UNPACKING[work.bits], moved, rates), "small product"
     if isinstance(work, GroupedMatmulWork):
         return side_by_side(work.matmuls, moved, rates), "grouped product"
-    slow = _for_rows(work.alignment_bytes, rates, hardware, peak) if peak.unit == "matrix" else rates
-    if isinstance(work, MatmulWork) and work.across_depth and peak.unit == "matrix" and moved.item_bytes == TF32_BYTES:
-        # `wgmma` turns operands of 16 bits alone around (PTX ISA, "Strides" of its matrices in shared memory).
-        turned = rates.slowed(ampere_kernel_share(hardware)) if is_hopper(hardware) else rates
-        slow, rates = turned if slow is rates else slow, turned
     if isinstance(work, RecurrentWork):
+        slow = _for_rows(work.alignment_bytes, rates, hardware, peak)
         return _recurrent(work, moved, slow, hardware), "recurrent product"
-    as_they_are, kind = _sum_of_matmuls(work, moved, slow)
+    if work.across_depth and peak.unit == "matrix" and moved.item_bytes == TF32_BYTES and is_hopper(hardware):
+        # `wgmma` only transposes operands of 16 bits (PTX ISA, "Strides" of its matrices in shared memory).
+        aligned = rates.slowed(ampere_kernel_share(hardware))
+    else:
+        aligned = rates
+    slow = _for_rows(work.alignment_bytes, rates, hardware, peak)
+    as_they_are, kind = _sum_of_matmuls(work, moved, aligned if slow is rates else slow)
     if slow is rates or not work.may_pad:
         return as_they_are, kind
-    return fastest((as_they_are, _padded(cost, work, moved, rates))), kind
+    return fastest((as_they_are, _padded(cost, work, moved, aligned))), kind
+
+
+def _rates(cost: Cost, work: MatrixWork, library: GemmKernels, hardware: Hardware, peak: Peak) -> Rates:
+    """What these kernels sustain on the unit."""
+    bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware) * library.memory_share
+    if isinstance(work, MatmulWork | GroupedMatmulWork):
+        bandwidth *= tiled_read_share(work.matmuls, hardware, peak)
+    return Rates(
+        peak.sustained_flop_per_s,
+        max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),
+        bandwidth,
+        hardware.sm_count,
+        clock_hz(hardware),
+        library,
+        hardware.l2_cache_bytes or 0,
+    )
 
 
 def _for_rows(alignment_bytes: int, rates: Rates, hardware: Hardware, peak: Peak) -> Rates:
     """The rates of kernels for rows that begin at multiples of that many bytes. Under the power limit these kernels
     reach as many FLOP/s as others do, unless the boost clock bounds them before."""
-    if alignment_bytes >= constants.FULL_ALIGNMENT_BYTES:
+    if alignment_bytes >= constants.FULL_ALIGNMENT_BYTES or peak.unit != "matrix":
         return rates
     share = ampere_kernel_share(hardware)
     sustained = min(rates.flop_per_s, share * peak.burst * peak.flop_per_s)

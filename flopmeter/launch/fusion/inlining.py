@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from flopmeter.launch.fusion.dataflow import Flow, Touch, Value, flow_of
@@ -32,6 +32,36 @@ def _is_shared(parts: list[Part], flow: Flow, place: int, touch: Touch, values: 
     )
 
 
+class _Needs:
+    """The parts that a reader computes for itself, and which of their elements it needs."""
+
+    def __init__(self, reader: int):
+        self.share = {reader: 1.0}  # of the elements of each part
+        self.picks: dict[int, Picks] = {}  # which elements, of a part of which only some are needed
+        self.fresh: dict[int, int] = {}  # the storages of the copies, by those of the parts
+        self._shares: defaultdict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # by the bytes that are read
+        self._wants: defaultdict[int, set[tuple[int, int, Picks]]] = defaultdict(set)
+        self._waiting = [-reader]
+
+    def latest_first(self) -> Iterator[int]:
+        """The parts, from the last one on, with those that are added meanwhile."""
+        while self._waiting:
+            place = -heapq.heappop(self._waiting)
+            self.picks[place] = tuple(sorted(self._wants[place])) if self.share[place] < 1 else ()
+            yield place
+
+    def add(self, place: int, touch: Touch, value: Value) -> None:
+        """The part at that place reads the value there."""
+        if value.kernel not in self.share:
+            heapq.heappush(self._waiting, -value.kernel)
+            self.fresh[touch.storage] = fresh_storage()
+        wanted, extent = self.share[place] * touch.charged / value.touch.nbytes, (touch.start, touch.stop)
+        self._wants[value.kernel].add((*extent, self.picks[place]))
+        shares = self._shares[value.kernel]
+        shares[extent] = max(shares.get(extent, 0.0), wanted)
+        self.share[value.kernel] = min(1.0, sum(shares.values()))
+
+
 def inlined(parts: list[Part], trace: Trace) -> list[Part]:
     """The parts, with a copy of such a value before each that reads it; what is put together in memory is a part for
     each operand."""
@@ -41,29 +71,16 @@ def inlined(parts: list[Part], trace: Trace) -> list[Part]:
     copies, made = Copies(), []
 
     def emit(reader: int, own: Part, reads: list[tuple[Touch, list[Value]]]) -> None:
-        """A part, or one for an operand of it, behind what it computes for itself."""
-        share = {reader: 1.0}  # of its elements that the reader wants, which may pick some of them
-        picked: defaultdict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # the same, by the bytes it lies in
-        wants: defaultdict[int, set[tuple[int, int, Picks]]] = defaultdict(set)
-        picks: dict[int, Picks] = {}
-        waiting, fresh = [-reader], {}
-        while waiting:
-            place = -heapq.heappop(waiting)
-            picks[place] = tuple(sorted(wants[place])) if share[place] < 1 else ()
+        """Adds a part, or one for an operand of it, after the copies of what it computes for itself."""
+        needs = _Needs(reader)
+        for place in needs.latest_first():
             for touch, values in reads if place == reader else flow.reads[place]:
                 for value in values:
                     if value.kernel in inline:
-                        if value.kernel not in share:
-                            heapq.heappush(waiting, -value.kernel)
-                            fresh[touch.storage] = fresh_storage()
-                        wanted, extent = share[place] * touch.charged / value.touch.nbytes, (touch.start, touch.stop)
-                        wants[value.kernel].add((*extent, picks[place]))
-                        shares = picked[value.kernel]
-                        shares[extent] = max(shares.get(extent, 0.0), wanted)
-                        share[value.kernel] = min(1.0, sum(shares.values()))
-        for place in sorted(share):
-            copy = copies.of(own if place == reader else parts[place], parts[reader], fresh, share[place])
-            made.append(copy._replace(is_inlined=place != reader, picks=picks[place]))
+                        needs.add(place, touch, value)
+        for place in sorted(needs.share):
+            copy = copies.of(own if place == reader else parts[place], parts[reader], needs.fresh, needs.share[place])
+            made.append(copy._replace(is_inlined=place != reader, picks=needs.picks[place]))
 
     for place, part in enumerate(parts):
         if place in inline or place in dead:

@@ -225,11 +225,14 @@ class _Partition:
             while waiting:
                 source = waiting.pop()
                 component.append(source)
-                near = [user for user in (*self._users[source], source[0]) if user in self._candidates]
-                for place in near:
-                    (value,) = self._flow.writes[place]
-                    for other in (*self._inputs[place], (place, value.touch.storage)):
-                        if other not in seen:
-                            seen.add(other)
-                            waiting.append(other)
+                found = [other for other in self._neighbours(source) if other not in seen]
+                seen.update(found)
+                waiting += dict.fromkeys(found)
             yield component
+
+    def _neighbours(self, source: Source) -> Iterator[Source]:
+        """What its candidate parts read and write: those that use the source, and the one that makes it."""
+        near = [user for user in (*self._users[source], source[0]) if user in self._candidates]
+        for place in near:
+            (value,) = self._flow.writes[place]
+            yield from (*self._inputs[place], (place, value.touch.storage))
