@@ -37,8 +37,8 @@ def copied(module: GraphModule) -> GraphModule:
 
 
 def inline_regions(module: Any) -> bool:
-    """Have the calls of nested_compile_region in a graph of Dynamo's traced through; whether there are any. Inductor
-    lowers them as graphs of their own, whose values do not pose, and whose kernels no plan would see."""
+    """Inlines the calls of nested_compile_region in a graph of Dynamo's; whether there are any. Inductor would lower
+    them as graphs of their own, whose values do not pose, and whose kernels no plan would see."""
     found = False
     for part in module.modules():
         graph = getattr(part, "graph", None)
@@ -104,7 +104,7 @@ def _lying_as(other: Any, value: Any) -> Any:
 
 
 def _tell_strides(graph: Any) -> None:
-    """torch asks how the results lie, and hands those that a backward graph takes over to it so."""
+    """Tells torch how the results lie: those that a backward graph takes are passed to it with these strides."""
     tracing = names.TRACING_CONTEXT.value()
     if tracing is None or tracing.output_strides is None:
         return

@@ -68,8 +68,8 @@ def _passes_on(target: Any) -> bool:
 
 
 def op_without_node(operation: Any) -> OpOverload | None:
-    """The op of a library call that a pattern of inductor put in the place of the program's ops, such as the matmul
-    with int8 weights. None if there is no such op of aten, or if it takes lists of tensors or writes into one."""
+    """The op of a library call that a pattern of inductor put in place of the program's ops, such as the matmul with
+    int8 weights. None if there is no such op of aten, or if it takes lists of tensors or writes into one."""
     found = getattr(operation, "op_overload", None)
     if found is None:
         name = (getattr(operation, "python_kernel_name", None) or "").rpartition(".")[2]

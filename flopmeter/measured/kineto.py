@@ -44,7 +44,7 @@ class ProfileError(ValueError):
 
 
 class Span(NamedTuple):
-    """From start to end, in nanoseconds of the trace's clock."""
+    """A stretch of time, in nanoseconds of the trace's clock."""
 
     start: int
     end: int

@@ -225,7 +225,7 @@ class SyntheticData:
         return getitem
 
     def _read(self, sample: Sample, original: Callable[..., Any], data: Any, index: Any) -> Any:
-        """What the data set has there; or a sample in its place, also where it opens its files one by one."""
+        """What the data set has there; or a sample, also where it only fails to open a file."""
         if not is_absent(data):
             try:
                 return original(data, index)

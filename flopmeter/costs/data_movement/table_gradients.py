@@ -67,8 +67,8 @@ def embedding_bag_backward(call: Call) -> tuple[Cost, ...]:
 
 
 def _sorted_sums(call: Call, indices: TensorSpec, given: Sequence[TensorSpec], flops: int) -> tuple[Cost, ...]:
-    """The rows of each part are added up in fp32, then the parts of each row of the table. `given`: what is added, and
-    what tells how; `flops`: of the additions."""
+    """The rows of each part are summed in fp32, then the parts of each row of the table. `given`: what is summed, and
+    the indices that say how; `flops`: of the additions."""
     (table,) = call.outputs
     count, (rows, width) = indices.numel, table.shape
     named = min(count, rows)

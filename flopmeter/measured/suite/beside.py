@@ -58,8 +58,8 @@ def pairs(run: SuiteRun, device: Hardware) -> tuple[list[Beside], list[Unpaired]
 
 
 def _as_it_ran(result: CaseResult) -> Case:
-    """The clocks of a sample. One that is longer than a burst ends at the clock of a long run, and is priced at that as
-    a whole."""
+    """The clocks of a sample. A sample that is longer than a burst ends at the clock of a long run, and is priced at
+    that clock as a whole."""
     assert result.reading is not None
     is_burst = result.reading.seconds * result.reading.calls <= BURST_SECONDS
     return result.case if is_burst else result.case._replace(clocks="sustained")
