@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from flopmeter.torch_names import dispatcher
+from flopmeter.torch_names.operators import traced_size
 from flopmeter.torch_names.private import SDP_PRIORITY_ORDER
 
 MATH, FLASH, EFFICIENT, CUDNN = (
@@ -42,12 +43,8 @@ class Operand(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Operand:
         """A symbolic size of the compiler counts as the number that it was traced with."""
-        shape, strides = tuple(map(_traced, tensor.shape)), tuple(map(_traced, tensor.stride()))
-        return cls(shape, strides, tensor.dtype, _traced(tensor.storage_offset()), tensor.requires_grad)
-
-
-def _traced(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+        shape, strides = tuple(map(traced_size, tensor.shape)), tuple(map(traced_size, tensor.stride()))
+        return cls(shape, strides, tensor.dtype, traced_size(tensor.storage_offset()), tensor.requires_grad)
 
 
 class Device(Protocol):
@@ -262,8 +259,7 @@ def cudnn_head_sizes_to_256(call: SdpaCall) -> bool:
 
 
 def _head_sizes_to(limit: int, call: SdpaCall, knows_192: bool) -> bool:
-    """Head sizes that are multiples of 8. From 9.11 on cuDNN also has 192 for queries and keys with 128 for values, on
-    some devices."""
+    """Multiples of 8. cuDNN from 9.11 on also has 192 for queries and keys with 128 for values, on some devices."""
     sizes = call.head_size, call.value.shape[-1]
     if knows_192 and call.target.cudnn_version >= 91100 and sizes == (192, 128):
         return True

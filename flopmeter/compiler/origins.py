@@ -33,7 +33,7 @@ from flopmeter.records import (
 )
 from flopmeter.records.collectives import WAIT_OPS
 from flopmeter.torch_names.compiler import MEMORY_DEP
-from flopmeter.torch_names.operators import aten, of_tensors
+from flopmeter.torch_names.operators import aten, of_tensors, traced_size
 from flopmeter.trace.process_groups import with_groups
 from flopmeter.trace.tensor_specs import build_call
 
@@ -154,12 +154,8 @@ def _own_work(node: Any) -> _NodeWork | None:
         return None
     op_class, flops, functions = known
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
-    most = max((_traced(value.numel()) for value in inputs if isinstance(value, torch.Tensor)), default=0)
+    most = max((traced_size(value.numel()) for value in inputs if isinstance(value, torch.Tensor)), default=0)
     return _NodeWork(op_class, ((op_class, flops * most),), functions * most)
-
-
-def _traced(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def _work(node: Any, call: Call | None) -> _NodeWork:
@@ -184,7 +180,7 @@ def _scanned(node: Any) -> _NodeWork:
     if any(each.op_class == UNCOUNTED for each in work):
         return _NodeWork(UNCOUNTED)
     (combined, *_), (slice_of_it, *_) = node.meta["val"], combine.graph.output_node().args[0]
-    length = _traced(combined.numel()) // max(1, _traced(slice_of_it.meta["val"].numel()))
+    length = traced_size(combined.numel()) // max(1, traced_size(slice_of_it.meta["val"].numel()))
     flops = sum(count for each in work for _, count in each.flops)
     return _NodeWork(REDUCTION, ((REDUCTION, length * flops),), length * sum(each.transcendentals for each in work))
 
@@ -221,7 +217,7 @@ def _call(node: Any) -> Call:
 def _result_bytes(node: Any) -> int:
     value = node.meta.get("val")
     held = value if isinstance(value, (list, tuple)) else (value,)
-    return sum(_traced(each.numel()) * each.dtype.itemsize for each in held if isinstance(each, torch.Tensor))
+    return sum(traced_size(each.numel()) * each.dtype.itemsize for each in held if isinstance(each, torch.Tensor))
 
 
 def _kept_class(target: Any, original: Any) -> str | None:

@@ -82,5 +82,10 @@ def of_tensors(arguments: Iterable[Any]) -> list[Any]:
     return [argument for argument in arguments if "Tensor" in str(argument.type)]
 
 
+def traced_size(size: Any) -> int:
+    """The size as a number; a symbolic one of the compiler as that which it was traced with."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
 aten = Packets("aten")
 aten_overloads = Overloads(aten)

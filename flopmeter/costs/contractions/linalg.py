@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.rules import make_cost, rule
-from flopmeter.records import CONTRACTION, MOVEMENT, Call, Cost, Kernel, Region
+from flopmeter.records import CONTRACTION, Call, Cost, Kernel
 from flopmeter.records.work import VectorWork
 from flopmeter.torch_names.operators import aten
 
@@ -225,13 +225,6 @@ def solve_ex(call: Call) -> Cost:
     factored = factor_lu(n, n)
     flops = prod(batch) * factored.flops + 2 * n * call.outputs[0].numel
     return _library(call, flops, factored.calls + 2 * solve_calls(n))
-
-
-@rule(aten._linalg_check_errors)
-def check_errors(call: Call) -> Cost:
-    """One status per matrix copied to the host, which waits for it."""
-    (info,) = call.inputs
-    return make_cost(call, MOVEMENT, written=(Region(None, info.nbytes),))
 
 
 @rule(aten._fft_c2c, aten._fft_r2c, aten._fft_c2r)
