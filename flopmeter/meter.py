@@ -72,8 +72,7 @@ class StreamError(ValueError):
 
 @dataclass
 class _Memo:
-    """What was worked out for a program on one device, kept for its other modes and for changed programs. Pickling
-    drops it."""
+    """What was worked out for a program on one device, for other modes and changed programs. Pickling drops it."""
 
     costs: CallCosts = field(default_factory=dict)
     laws: PowerLaws = field(default_factory=PowerLaws)

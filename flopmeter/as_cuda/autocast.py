@@ -171,8 +171,7 @@ def _follow_torchs_switches(scope: Emulation, cache: WeightCache) -> None:
 
 
 def _treat_meta_as_cuda(scope: Emulation) -> None:
-    """Answer the checks for a CUDA device with yes; "meta" counts as "cuda" in `autocast(x.device.type)` and
-    custom_fwd."""
+    """Answer checks for a CUDA device with yes; "meta" counts as "cuda" in `autocast(x.device.type)` and custom_fwd."""
     scope.patch_private(private.NO_AMP, lambda: False)
     has_bf16 = scope.target.compute_capability >= (8, 0)
     scope.patch(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or bool(including_emulation))

@@ -69,8 +69,7 @@ def _answer(scope: Emulation, backend: SDPBackend, name: private.PrivateName) ->
 
 
 def _operand(jagged: Any) -> Operand:
-    """The operand, where all tokens stand for the length that differs between sequences: [batch, heads, tokens,
-    size]."""
+    """The operand with all tokens in place of the length that differs: [batch, heads, tokens, size]."""
     tokens: Tensor = jagged._values
     shape, strides = (jagged.size(0), *tokens.shape), (tokens.numel(), *tokens.stride())
     return Operand(shape, strides, tokens.dtype, int(tokens.storage_offset()), jagged.requires_grad)

@@ -22,14 +22,13 @@ def is_whole(value: Any, least: int = 1) -> bool:
 
 
 def check_whole(error: type[ValueError] = ValueError, least: int = 1, **numbers: object) -> None:
-    """Raises the error for numbers that are not whole and at least `least`. None stands for an argument that was not
-    given."""
+    """Raises the error for numbers that are not whole or below `least`. None: the argument was not given."""
     wanted = "must be a positive whole number" if least == 1 else f"must be a whole number from {least} on"
     _check(lambda number: number is None or is_whole(number, least), wanted, error, numbers)
 
 
 def check_positive(error: type[ValueError] = ValueError, **numbers: object) -> None:
-    """Raises the error for numbers that are not positive. None stands for an argument that was not given."""
+    """Raises the error for numbers that are not positive. None: the argument was not given."""
     _check(lambda number: number is None or is_positive(number), "must be a positive number", error, numbers)
 
 

@@ -236,8 +236,7 @@ def result_of(
 def _report(
     fn: Callable[[], object], device: Hardware, mode: Mode, meters: list[FlopMeter], options: Mapping[str, Any]
 ) -> Report:
-    """The report of a device: from the meter of a device that runs the same ops if there is one, else from a new
-    meter."""
+    """The report of a device, from the meter of one that runs the same ops if there is one, else from a new meter."""
     for meter in meters:
         with contextlib.suppress(StreamError):
             return meter.report(hardware=device, mode=mode)

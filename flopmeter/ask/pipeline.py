@@ -92,8 +92,7 @@ class Pipeline(Shown):
         save_together({f"rank {rank}": report for rank, report in self.reports.items()}, path)
 
     def render(self, format: str = "text") -> str:
-        """As text, markdown, csv, json or html: a page with the stages as a Gantt chart. Raises ValueError for another
-        format."""
+        """Text, markdown, csv, json, or html with the stages as a Gantt chart. Raises ValueError for another format."""
         if format != "html":
             return super().render(format)
         shown = self._document()

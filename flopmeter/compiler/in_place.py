@@ -44,8 +44,7 @@ def _outside(node: Any, taken: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 class _TakenHere:
-    """Notes what the scheduler says about a kernel that it writes; the names of arguments in the code do not matter
-    here."""
+    """Notes what the scheduler says about a kernel that it writes; the arguments' names do not matter here."""
 
     def __init__(self) -> None:
         self.inplace_update_buffers: dict[str, str] = {}

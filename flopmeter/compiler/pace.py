@@ -83,8 +83,7 @@ def around_union(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def around_intersection(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wraps the intersection. torch's has the order of the smaller set, and of the second one where both are as
-    large."""
+    """Wraps the intersection, whose order is that of the smaller set, or of the second of two equally large."""
 
     @functools.wraps(plain)
     def intersection(one: Any, other: Any) -> Any:

@@ -184,8 +184,7 @@ class _Planner:
         return PlanStep(made, call, buffers, kernel, frees, depends)
 
     def _biases(self, node: Any) -> Iterator[Origin]:
-        """The biases of convolutions that the kernel adds. Each is added once, however many kernels compute it
-        again."""
+        """The biases of convolutions that the kernel adds, each once, however many kernels compute it again."""
         for part in node.get_nodes():
             read = {each.name for each in part.read_writes.reads}
             for fx, result in self._without_bias.items():

@@ -96,8 +96,7 @@ class Replay:
         return results
 
     def _told(self, step: PlanStep, known: Held, bodies: Mapping[Any, FlexBody]) -> Call:
-        """The step's call, with what this call of the graph knows of its work. Equal knowledge gives the same
-        object."""
+        """The step's call, with what this call of the graph knows of its work; equal knowledge gives one object."""
         assert step.call is not None
         body = bodies.get(step.depends)
         groups = None if step.depends is None else groups_in(known, step.depends, self._recorder.values)

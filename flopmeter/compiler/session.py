@@ -406,8 +406,7 @@ class Session:
         return layout
 
     def _around_call(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """torch calls this with a setting before each compiled call, and after the call with what it returned
-        before."""
+        """torch calls this with a setting before each compiled call, and after it with what it returned before."""
 
         def around(setting: Any) -> Any:
             if isinstance(setting, _Entered):

@@ -39,8 +39,7 @@ def _is_for_cublas(call: Call, spec: TensorSpec) -> bool:
 
 
 def _is_for_group_norm(call: Call, spec: TensorSpec) -> bool:
-    """Whether group norm takes the operand as it lies: from torch 2.15 on also channels-last, if its result lies
-    alike."""
+    """Whether group norm takes it as it lies: from torch 2.15 on also channels-last, if its result lies alike."""
     return _is_contiguous(call, spec) or any(out.stride == spec.stride for out in call.outputs)
 
 

@@ -33,8 +33,7 @@ def all_reduce_seconds(nbytes: int, ranks: int, hardware: Hardware, cluster: Clu
     rate = cluster.intra.sustained_among(set(group))
 
     def read(part: float) -> float:
-        """Seconds to read that many bytes from each other rank. The first arrive after two trips: the request and its
-        answer."""
+        """Seconds to read that many bytes from each other rank: the first arrive after a request and its answer."""
         return 2 * trip + max(others * part / rate, 2 * trip * (part / BYTES_IN_FLIGHT - 1))
 
     one_stage = trip + read(nbytes) + trip

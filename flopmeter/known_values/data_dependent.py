@@ -139,8 +139,7 @@ def _positions(known: Knowledge, mask: Tensor) -> list[Tensor]:
 
 
 def suppressed(known: Knowledge, call: Invocation) -> Any:
-    """torchvision's nms, which gives the places of the boxes that it keeps. mask_fraction: it keeps that share of them,
-    evenly spread."""
+    """torchvision's nms, which gives the places of boxes to keep: mask_fraction of all, evenly spread."""
     boxes = call.args[0]
     if not boxes.is_meta:
         return call.run()
@@ -157,8 +156,7 @@ def suppressed(known: Knowledge, call: Invocation) -> Any:
 
 
 def _assume_different(known: Knowledge, call: Invocation, fraction: float | None) -> Any:
-    """mask_fraction: this share of unknown numbers are different from each other; it is not known which. Stand-ins are
-    all alike."""
+    """mask_fraction: this share of unknown numbers differ from each other, though stand-ins are all alike."""
     numbers = call.tensors[0]
     n = numbers.numel()
     rule = "unknown numbers are alike" if fraction is None else f"mask_fraction={fraction:g} (of numbers, differ)"

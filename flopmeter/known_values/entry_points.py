@@ -66,8 +66,7 @@ def known_in_this_thread(known: Iterable[Knowledge]) -> Iterator[None]:
 
 @contextmanager
 def as_torch_has_them() -> Iterator[tuple[Any, ...]]:
-    """In this context the functions that are patched here are torch's own again, so that Dynamo can trace them. Yields
-    them."""
+    """In this context the patched functions are torch's own again, so that Dynamo can trace them. Yields them."""
     patched = [(owner, name, getattr(owner, name)) for owner, name, _ in _originals]
     try:
         for owner, name, original in _originals:

@@ -64,8 +64,7 @@ def rule_of(func: Any, assumptions: Assumptions) -> ValueRule:
 
 
 def _is_written(argument: Any) -> bool:
-    """Whether the op writes to the argument. Batch norms write to their running statistics, which most of their schemas
-    do not say."""
+    """Whether the op writes to it. Batch norms write to running statistics, which most of their schemas conceal."""
     marked = argument.alias_info is not None and argument.alias_info.is_write
     return marked or argument.name in ("running_mean", "running_var")
 
@@ -171,8 +170,7 @@ def ask_copy(known: Knowledge, call: Invocation) -> Any:
 
 
 def blank(known: Knowledge, call: Invocation) -> Any:
-    """torch.empty of integers: a correct program writes each element before it reads it, so any initial value is
-    right."""
+    """torch.empty of integers: a program writes each element before it reads it, so any initial value will do."""
     result = call.run()
     if result.is_meta and is_discrete(result) and known.is_small(result):
         _start_blank(known, result)

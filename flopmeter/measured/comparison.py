@@ -79,8 +79,7 @@ def _device(path: Path, profile: Profile, hardware: AnyHardware | None) -> Hardw
 
 
 def _sharing(device: Hardware, ranks: int) -> Hardware:
-    """The device with its share of the link: ranks copy at the same time, and devices below one switch share its
-    link."""
+    """The device with its share of the link: ranks copy at the same time, and a switch's devices share it."""
     sharers = _sharers(device, ranks)
     if device.pcie is None or sharers == 1:
         return device

@@ -243,8 +243,7 @@ class ThreadGrid(NamedTuple):
 
 
 class Scatter(NamedTuple):
-    """What the warps of a kernel ask caches for in addition because neighbouring threads take elements that lie far
-    apart."""
+    """What warps ask caches for in addition because neighbouring threads take elements that lie far apart."""
 
     lookups: int = 0  # of lines, in an SM's first-level cache
     requests: int = 0  # of these to the second level, if the first keeps what a block has touched

@@ -213,8 +213,7 @@ def _bar_name(row: Row, by: By) -> str:
 
 
 def memory_timeline(report: Report) -> Any:
-    """What is alive by category, over the wall-clock (in a mode that fuses nothing) and at each op, and what the device
-    has."""
+    """What is alive by category, over the wall-clock (in a mode without fusion) and at each op, and the limit."""
     shown = memory_picture(report)
     if shown is None:
         raise PlotError("the program holds no memory on its device")

@@ -74,8 +74,7 @@ class Report:
 
     @cached_property
     def headline(self) -> str:
-        """What ran, where, in which type and mode. A module that hardly takes time (a loss) is not named beside
-        others."""
+        """What ran, where, in which type and mode. A module that takes hardly any time (a loss) is not named."""
         seconds: dict[str, float] = defaultdict(float)
         for kernel, timing in zip(self.kernels, self.timings, strict=True):
             for name in dict.fromkeys(op.module.split(".")[0] for op in kernel.ops):

@@ -37,8 +37,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class ColumnOf(Generic[RowType]):
-    """A column of a table whose rows have one type: `value` takes a figure from a row, in SI units, and `show` writes
-    it."""
+    """A column of a table of records: `value` takes a figure from a row, in SI units, and `show` writes it."""
 
     heading: str
     value: Callable[[RowType], Any]

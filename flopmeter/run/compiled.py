@@ -90,8 +90,7 @@ def jit(named: NamedCuda, note: Callable[[str], None], aside: Callable[..., Call
 
 
 def _kept_on(switch: Callable[[bool], bool], note: Callable[[str], None]) -> Callable[[bool], bool]:
-    """Keeps TorchScript's older executor from fusing: its fuser knows no meta tensors ("Unknown device for graph
-    fuser")."""
+    """Keeps TorchScript's older executor from fusing, which knows no meta tensors ("Unknown device for ...")."""
 
     def switched(is_on: bool) -> bool:
         if not is_on:
@@ -147,8 +146,7 @@ class Tracing:
         return Patch(importlib.import_module(PIN_BATCHES), "pin_memory", pin_memory, "they run beside the program")
 
     def tables(self, answers: list[Patch]) -> list[Patch]:
-        """Lets the compiler make its tables, and TorchScript compile, with torch as it is, without the `answers` of
-        torch.cuda."""
+        """Compilers make their tables, and script, with torch as it is, without the `answers` of torch.cuda."""
 
         @contextmanager
         def around() -> Iterator[None]:

@@ -392,8 +392,7 @@ def _is_itself(*tensors: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _whoever_looks() -> Iterator[None]:
-    """torch.utils.swap_tensors refuses a tensor with weak references to it. These keep the same object, as between CPU
-    and CUDA."""
+    """torch.utils.swap_tensors refuses a tensor with weak references. Here these keep the same object."""
     looks_for = torch.utils.weakref  # type: ignore[attr-defined]
     torch.utils.weakref = SimpleNamespace(getweakrefs=lambda _: [])  # type: ignore[attr-defined, assignment]
     try:
@@ -403,8 +402,7 @@ def _whoever_looks() -> Iterator[None]:
 
 
 def _script_to(module: Module, *args: Any, **kwargs: Any) -> Module:
-    """A TorchScript module from a file makes a tensor anew whenever it is asked for one, so it is given other
-    tensors."""
+    """A TorchScript module makes a tensor whenever it is asked for one, so it is given other tensors."""
     each: Any
     for each in module.modules():
         for name, tensor in (*each.named_parameters(recurse=False), *each.named_buffers(recurse=False)):

@@ -67,8 +67,7 @@ class DeviceMemory(StorageListener):
         self._allocator.give_back()
 
     def free_and_total(self) -> tuple[int, int]:
-        """Free and total bytes, as torch.cuda.mem_get_info returns them. Raises HardwareError where the capacity is
-        unknown."""
+        """Bytes, as torch.cuda.mem_get_info tells them. Raises HardwareError where the capacity is unknown."""
         return max(usable_bytes(self.hardware) - self.reserved, 0), self.hardware.memory_bytes or 0
 
     def summary(self) -> str:

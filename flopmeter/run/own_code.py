@@ -79,8 +79,7 @@ def _file_of(module: ModuleType) -> str:
 
 
 def _names_of(module: Any) -> dict[str, Any]:
-    """The module's names so far. Asked for another name, a module may import what the program defers or cannot
-    import."""
+    """The module's names so far. Asked for another one, it may import what the program defers or cannot import."""
     return vars(module) if isinstance(module, ModuleType) else {}
 
 

@@ -86,8 +86,7 @@ def _peers(ran: RanAsRank) -> set[int]:
 
 
 def report_of(runs: Mapping[int, RanAsRank], program: str) -> RunReport:
-    """The report of rank 0, on the clock of all ranks. Raises NothingRanError, and HangError where messages do not
-    meet."""
+    """Rank 0's report, on the clock of all ranks. Raises NothingRanError, and HangError where messages do not meet."""
     session = runs[0].session
     report = session.report(program)
     if len(runs) == 1:

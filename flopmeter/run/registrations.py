@@ -44,8 +44,7 @@ def _no_resolvers_behind() -> Iterator[None]:
 
 
 def _undone(original: Callable[..., Any], undo_it: Callable[[Any], Any], undo: ExitStack) -> Callable[..., Any]:
-    """Wraps a function that registers: the registration is undone if the program made it, and not an installed
-    package."""
+    """Wraps a function that registers: what the program itself registers, not an installed package, is undone."""
 
     @functools.wraps(original)
     def register(what: Any, *args: Any, **options: Any) -> Any:

@@ -126,8 +126,7 @@ class Steps:
             yield
 
     def aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose calls of modules are no steps: it only prepares, or traces, what the program calls
-        later."""
+        """The function, whose calls of modules are no steps: it only prepares or traces later calls."""
 
         @functools.wraps(function)
         def prepares(*args: Any, **kwargs: Any) -> Any:
@@ -145,8 +144,7 @@ class Steps:
             self._end()
 
     def on_compiled_call(self, owner: nn.Module | Optimizer) -> Callable[[], None]:
-        """A module or an optimizer begins to run compiled, without its hooks. Returns a function to call when that
-        ends."""
+        """A module or an optimizer begins to run compiled, without hooks. Returns a function to call at its end."""
         if isinstance(owner, nn.Module):
             self._enter_module(owner, ())
             return functools.partial(self._leave_module, owner)

@@ -34,8 +34,7 @@ class SyntheticTables:
         self._row, self._classes, self._absent, self._tell = row, classes, absent, tell
 
     def patches(self, hub: Any) -> Iterator[Patch]:
-        """Patches of the package, once it is imported. A folder of the program may have the same name and none of these
-        functions."""
+        """Patches of the package once it is imported; a folder of the same name has none of these functions."""
         if not hasattr(hub, "load_dataset"):
             return
         yield Patch(hub, "load_dataset", self._load_dataset(hub, hub.load_dataset), "data sets of the hub")

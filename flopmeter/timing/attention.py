@@ -143,8 +143,7 @@ def _launches(
 
 
 def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
-    """Heads that share keys share a block, if the kernel can do that and the queries of one head do not fill a
-    block."""
+    """Heads that share keys share a block, if the kernel can do that and one head's queries do not fill it."""
     rows, columns = tile_of(kernel, shape, hardware)
     resident = blocks_at_a_time(kernel, rows, columns, shape.head_dim, hardware)
     if shape.is_backward:  # a block keeps keys and passes over the queries

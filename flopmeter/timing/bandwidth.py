@@ -158,8 +158,7 @@ def cycles_to_seconds(cycles: float, hardware: Hardware) -> float:
 
 
 def miss_share(reread: Reread, hardware: Hardware) -> float:
-    """The share of second reads that miss the L2 cache: it grows with the part of the cache that the rows in flight
-    fill."""
+    """The share of second reads that miss the L2 cache: it grows with the part that the rows in flight fill."""
     cache = hardware.l2_cache_bytes
     if not cache:
         return 1.0

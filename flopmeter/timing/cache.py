@@ -31,7 +31,7 @@ class _ByteRange(NamedTuple):
         return (self.end - self.begin) * self.filled
 
     def share_of(self, other: _ByteRange) -> float:
-        """Which share of this part is in the other one of the same storage. Gaps of two that differ are taken to lie
+        """Which share of this part is in the other one of the same storage. Gaps that differ are taken to lie
         evenly."""
         if self == other:
             return 1.0

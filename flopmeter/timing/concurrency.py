@@ -256,8 +256,7 @@ class _Simulation:
             self._start(rank.crowd.popleft(), now)
 
     def _share(self, changed: _Task, now: float) -> None:
-        """Update the rates of all that runs at the same time as a task that began, began to move its bytes, or
-        ended."""
+        """Update the rates of all that runs when a task begins, begins to move its bytes, or ends."""
         beside: dict[_Task, None] = {}
         for entry, _ in changed.sides:
             beside.update(dict.fromkeys((*entry.rank.kernels, *entry.rank.transfers)))

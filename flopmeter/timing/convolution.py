@@ -249,8 +249,7 @@ def channel_share(shape: Convolution) -> float:
 
 
 def grouped_share(shape: Convolution, on_matrix_units: bool) -> float:
-    """The same share for filters over the channels of one group. Kernels that pack groups into tiles use matrix
-    units."""
+    """The same for filters over one group's channels. Kernels that pack groups into tiles use matrix units."""
     channels = shape.channels
     is_power_of_two = channels & (channels - 1) == 0
     if on_matrix_units and shape.channels_last and channels < constants.LEAST_PACKED_CHANNELS:

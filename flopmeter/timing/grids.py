@@ -22,8 +22,7 @@ class GridTime(NamedTuple):
 
 
 def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -> GridTime:
-    """What the steps of a grid's threads add. `cached_share`: the share of the kernel's bytes that the L2 cache
-    holds."""
+    """What a grid's steps add. `cached_share`: the share of the kernel's bytes that the L2 cache holds."""
     if grid is None or not grid.blocks * grid.threads or not _waits(grid, hardware):
         return GridTime()
     shared = blocks_of_result(grid, hardware)

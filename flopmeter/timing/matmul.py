@@ -81,8 +81,7 @@ class Busy(NamedTuple):
         )
 
     def with_traffic(self, seconds: float, start_seconds: float = 0.0) -> Busy:
-        """The same with this much memory traffic of other kernels before or after it, and the time in which they
-        start."""
+        """The same with that much memory traffic of other kernels before or after it, and the time of their starts."""
         compute, memory, work, *rest = self  # not by `_replace`, since products are tried in many ways
         return Busy(compute, memory + seconds, work + (seconds + start_seconds), *rest)
 

@@ -38,8 +38,7 @@ class Scratch(NamedTuple):
 
 
 def scratch_of(trace: Trace, steps: int, device: Hardware, *, repeats: bool = False) -> Iterator[Scratch]:
-    """Scratch memory of the first `steps` ops. `repeats`: the program ran before, so what a thread keeps is there from
-    the start."""
+    """Scratch memory of the first `steps` ops. `repeats`: the program ran before; what a thread keeps is there."""
     workspace = workspace_bytes(device)
     if not workspace:
         return
@@ -59,8 +58,7 @@ def scratch_of(trace: Trace, steps: int, device: Hardware, *, repeats: bool = Fa
 
 
 def workspace_bytes(device: Hardware) -> int:
-    """Bytes of cuBLAS's workspace for one thread and stream; 0 for other vendors' libraries, which ask for other
-    sizes."""
+    """Bytes of cuBLAS's workspace for a thread and stream; 0 for other vendors' libraries, which differ."""
     if device.compute_capability is None:
         return 0
     return _WIDE_WORKSPACE_BYTES if device.compute_capability[0] in _WIDE_MAJORS else _WORKSPACE_BYTES

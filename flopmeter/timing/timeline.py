@@ -113,8 +113,7 @@ class Launched(NamedTuple):
     host: Host
 
     def price(self, number: int) -> _Priced:
-        """The price of a kernel. A chain of kernels that one op launches takes no less than the host takes to launch
-        them."""
+        """A kernel's price. A chain of kernels that one op launches takes no less than the host takes to launch it."""
         priced = self.prices(number)
         if self.prices.is_cpu:
             return priced

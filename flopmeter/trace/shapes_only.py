@@ -35,8 +35,7 @@ class ShapesOnly(MarkedStorages):
     """The storages of tensors that are shapes only."""
 
     def covers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an op on these gives shapes only. The result of one that asks for a device, or is given a storage, is
-        there."""
+        """Whether the op's result is shapes only too: not if it asks for a device, or is given a storage."""
         if not self._storages or kwargs.get("device") is not None:
             return False
         if any(isinstance(arg, torch.UntypedStorage) for arg in args):

@@ -110,8 +110,7 @@ _patch = SharedPatch(_install)
 
 
 def first_configuration(tuner: Any, *recorders: KernelRecorder) -> Any:
-    """The first configuration of an autotuned kernel, since none can be timed; the reports of these recorders say
-    so."""
+    """The first configuration of an autotuned kernel, since none can be timed; reports of these say so."""
     for recorder, values in _listeners:
         if values is not None and recorder in recorders and len(tuner.configs) > 1:
             values.assume.note(FIRST_CONFIGURATION, tuner.base_fn.__name__)

@@ -234,7 +234,7 @@ class _RankOfSplit:
         return after
 
     def _scatter(self, parts: list[PartCost]) -> None:
-        """Gradients are copied into the buffer in fp32, once the scatter before is done; scattered; and summed up over
+        """Gradients are copied into an fp32 buffer once the scatter before is done, scattered, and summed over
         replicas."""
         split, after = self._split, self._done
         for numel, _, ranks in self._sharded(parts):

@@ -123,8 +123,7 @@ class RankMemory:
         return MemoryUse(self._peak, self._allocator.peak_reserved_bytes)
 
     def _take_state(self) -> None:
-        """Takes parameters and their state, and what a stage receives: torch keeps a buffer for each microbatch and
-        direction."""
+        """Takes parameters and state, and a stage's inputs: torch keeps a buffer for each microbatch and direction."""
         for part in (part for parts in self._chunks for part in parts):
             numel = self._work.trained_numel(part)
             if part.frozen_parameters:
@@ -216,8 +215,7 @@ class RankMemory:
         self._give(shard)
 
     def _gather(self, group: _Group) -> None:
-        """Gathers into a buffer, and copies from there into parameters. The buffer before is given back once this one
-        is full."""
+        """Gathers into a buffer and copies into parameters. The buffer before is given back once this one is full."""
         if not self._is_sharded or not group or group[0] in self._whole:
             return
         self._prefetch(group)

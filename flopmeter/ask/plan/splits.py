@@ -201,8 +201,7 @@ def _stages(bounds: Bounds) -> list[int]:
 
 
 def _experts(bounds: Bounds, shards: int, cp: int, tp: int, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
-    """Sizes of expert parallelism: within a node, unless more is asked for. Tensor parallel ranks lie between those
-    that share experts."""
+    """Sizes within a node, unless more is asked for. Tensor parallel ranks lie between those that share experts."""
     most = shards if "ep" in wishes else max(1, bounds.gpus_per_node // tp)
     found = divisors(bounds.experts or 1)
     return [ep for ep in found if shards % ep == 0 and ep <= most and (cp % ep == 0 or ep % cp == 0)]

@@ -70,8 +70,7 @@ def empty_cache(config: Any, kind: CacheKind) -> Any:
 
 
 def filled_cache(config: Any, kind: CacheKind, kept: Sequence[KeptLayer], batch: int, cached: int) -> Any:
-    """The same cache with `cached` tokens of each of `batch` sequences. `kept` says what a layer keeps of a
-    sequence."""
+    """The same with `cached` tokens of each of `batch` sequences. `kept`: what a layer keeps of a sequence."""
     cache = empty_cache(config, kind)
     if cached:
         for layer, of_layer in zip(cache.layers, kept, strict=True):

@@ -412,8 +412,7 @@ def _doublings(most: int) -> set[int]:
 
 
 def _tokens_in_step(chunk: int | Literal["usual"] | None, is_apart: bool) -> int | None:
-    """How many tokens of a prompt run in one step; None: all. Raises ServingError where a chunk is given for GPUs that
-    only prefill."""
+    """Tokens of a prompt in one step; None: all. Raises ServingError for a chunk where GPUs only prefill."""
     if is_apart and chunk != "usual":
         raise ServingError(
             "chunk and disaggregated exclude each other: GPUs of its own run a prompt whole, and it stops no step"

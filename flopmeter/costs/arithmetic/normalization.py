@@ -239,8 +239,7 @@ def batch_norm_backward(call: Call) -> Cost:
 
 @rule(aten.batch_norm_stats)
 def batch_norm_stats(call: Call) -> Cost:
-    """Statistics of nn.SyncBatchNorm, to which the next four ops belong too: sum 1, sum of squares 2, for each
-    channel."""
+    """nn.SyncBatchNorm's, as are the next four: sum 1, sum of squares 2, for each channel."""
     (x,) = call.inputs
     return make_cost(call, NORMALIZATION, 3 * x.numel)
 
@@ -290,8 +289,7 @@ def _is_training(call: Call) -> bool:
 
 
 def _row_rereads(call: Call, x: TensorSpec, tensors: int, operations: int) -> tuple[Reread, ...]:
-    """Layer and RMS norm: each row of that many tensors like `x` is read again. `operations`: those of a thread (see
-    above)."""
+    """Layer and RMS norm: each row of that many tensors like `x` is read again. `operations`: of a thread."""
     columns = max(1, prod(call.argument("normalized_shape")))
     rows, row_bytes = x.numel // columns, tensors * columns * x.dtype.itemsize
     accesses = 2 * ceil(columns / (LAYER_NORM_THREADS * LAYER_NORM_ELEMENTS))

@@ -148,8 +148,7 @@ def scatter(call: Call) -> tuple[Cost, ...]:
 
 
 def atomic_additions(call: Call) -> tuple[Cost, ...] | None:
-    """The kernels that compiled code launches instead of the ones that sort: each value is added atomically. None: the
-    call sorts nothing."""
+    """Compiled code's kernels in place of sorting ones: each value is added atomically. None: nothing sorts."""
     if call.func.overloadpacket is aten.embedding_dense_backward:  # zeros, and one add an element
         grad, table = call.inputs[0], call.outputs[0]
         rows = Region(table, min(grad.nbytes, table.nbytes))

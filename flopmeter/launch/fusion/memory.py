@@ -58,8 +58,7 @@ def _places(parts: list[Part], order: list[list[int]]) -> dict[int, int]:
 
 
 def _life(values: list[Value], parts: list[Part], traffic: Traffic, ran_at: Mapping[int, int], trace: Trace) -> Life:
-    """The life of the storage of these values: until its last reader has run, or until whatever else holds it lets it
-    go."""
+    """The life of the storage of these values: until its last reader has run and nothing else holds it."""
     storage, lifetimes = values[0].touch.storage, traffic.lifetimes
     used = {place for value in values for place in (value.kernel, *value.readers)}
     born, died = min(ran_at[value.kernel] for value in values), 1 + max(map(ran_at.__getitem__, used))

@@ -87,8 +87,7 @@ def _composed(parts: list[Part]) -> Iterator[Part]:
 
 
 def _is_filled_in_vain(part: Part, later: list[Part]) -> bool:
-    """Whether the kernel only writes zeros that eager kernels need and inductor does not, since its loop writes all of
-    the result."""
+    """Whether it only writes zeros that inductor does not need, since a later loop writes all of the result."""
     if part.graph is None or part.cost.reads or part.role is OPAQUE:
         return False
     written = _written(part)

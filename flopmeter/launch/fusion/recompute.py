@@ -174,8 +174,7 @@ class _Partition:
                 yield from (user for user in users if user > first)
 
     def _may_fuse(self, place: int) -> bool:
-        """Whether the part may fuse with its readers in the eyes of the partitioner, which does not know of split
-        loops."""
+        """Whether it may fuse with its readers, as the partitioner sees it, which does not know of split loops."""
         role = self._parts[place].role
         return role.joins_consumers or role.loops is not None
 

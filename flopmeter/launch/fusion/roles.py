@@ -170,8 +170,7 @@ def _role_of_scatter(call: Call, cost: Cost) -> Role:
 
 
 def _takes_lists(call: Call) -> bool:
-    """Whether it is another foreach or fused optimizer op (`cat` and `stack` take a list too, but return one
-    tensor)."""
+    """Whether it is another foreach or fused optimizer op. (`cat` and `stack` return one tensor.)"""
     arguments, returns = call.func._schema.arguments, call.func._schema.returns
     returns_a_tensor = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
     return bool(arguments) and isinstance(arguments[0].type, torch.ListType) and not returns_a_tensor
@@ -244,8 +243,7 @@ def _loops(shape: tuple[int, ...], dims: tuple[int, ...], spec: TensorSpec | Non
 
 
 def splits_of(loops: Loops) -> int:
-    """The number of parts into which inductor splits a reduction, whose results another kernel adds up; 1: it does
-    not."""
+    """Into how many parts inductor splits a reduction, whose results another kernel adds up; 1: into none."""
     if loops.takes_neighbours:
         is_split = loops.reduced > SPLIT_REDUCED_ELEMENTS and loops.kept < SPLIT_KEPT_ELEMENTS
         return ceil(loops.reduced / SPLIT_REDUCED_ELEMENTS) if is_split else 1

@@ -66,8 +66,7 @@ def _as_it_ran(result: CaseResult) -> Case:
 
 
 def _as_measured(run: SuiteRun, device: Hardware) -> Hardware:
-    """The device under the power limit that the machine had. Raises HardwareError for a CPU's run on a GPU, and the
-    reverse."""
+    """The device under the machine's power limit. Raises HardwareError for a CPU's run on a GPU, and the reverse."""
     if device.is_cpu != run.is_cpu:
         kinds = ("a CPU", "a GPU")
         measured, other = kinds if run.is_cpu else kinds[::-1]

@@ -142,8 +142,7 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Material
 
 
 def _is_softmax(trace: Trace, uses: dict[int, list[int]], index: int) -> bool:
-    """Whether the op is a softmax. One that is written out counts: exponentials of scores, of which each row is
-    summed."""
+    """Whether the op is a softmax, or the exponential in one that is written out, which sums each row."""
     op = trace.ops[index]
     if op.packet is not aten.exp:
         return op.packet in _SOFTMAX
@@ -319,8 +318,7 @@ def _views_of_nothing(trace: Trace, uses: dict[int, list[int]], dropped: set[int
 
 
 def _rows_innermost(spec: TensorSpec, is_gradient: object) -> TensorSpec:
-    """The same gradients with the width of a head innermost, as fused kernels write them whatever products of matrices
-    did."""
+    """The same gradients with a head's width innermost, as fused kernels write them."""
     if not is_gradient or not is_dense(spec) or not spec.shape or spec.stride[-1] == 1:
         return spec
     return spec._replace(stride=dense(spec.shape, spec.dtype, spec.device).stride)

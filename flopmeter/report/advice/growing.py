@@ -17,8 +17,7 @@ _ATTENTION = "_scaled_dot_product_"
 
 @remedy
 def grown_by_cat(report: Report) -> Iterator[Proposal]:
-    """Tensors that each step grows by `torch.cat`. Not in training, where the backward pass reads what there was at
-    each step."""
+    """Tensors that each step grows by `torch.cat`. Not in training, where the backward pass reads each of them."""
     trace = trace_of(report)
     if has_backward(trace):
         return

@@ -68,8 +68,7 @@ def wide_work(report: Report) -> Iterator[Proposal]:
 
 
 def _narrowing(ops: list[Op]) -> str:
-    """The remedy that keeps them from fp32. Under torch.autocast norms are in fp32 too, whatever the type of their
-    weights."""
+    """The remedy that keeps them from fp32. Under torch.autocast norms are in fp32 whatever their weights' type."""
     if all(policy_of(op) == "wide" for op in ops if not _is_cast(op)):
         return "without .float() or torch.autocast around it, whichever of them widens it"
     return "without .float(), or inside of torch.autocast"

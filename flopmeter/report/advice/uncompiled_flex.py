@@ -12,8 +12,7 @@ from flopmeter.report.report import Report
 
 @remedy
 def uncompiled_flex_attention(report: Report) -> Iterator[Proposal]:
-    """Calls of flex_attention that run eagerly: its one kernel exists only compiled. The rest of the program may stay
-    eager."""
+    """Eager calls of flex_attention, whose one kernel exists only compiled. The rest may stay eager."""
     trace = trace_of(report)
     inside = in_templates(trace)
     if inside and not report.launches.mode.fuses:

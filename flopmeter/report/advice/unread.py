@@ -44,8 +44,7 @@ def unread_rows(report: Report) -> Iterator[Proposal]:
 
 
 def _read_rows(trace: Trace) -> dict[int, list[int]]:
-    """The rows that are read, for each storage that a product begins, that nobody holds at the end and of which few
-    rows are read."""
+    """The rows that are read, where few are, of each storage that a product begins and nobody holds at the end."""
     read: dict[int, set[int] | None] = {}  # by storage; None: all
     for index in range(len(trace.ops) - 1, -1, -1):
         op = trace.ops[index]

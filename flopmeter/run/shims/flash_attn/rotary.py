@@ -50,8 +50,7 @@ def apply_rotary_emb(
 
 
 class _RotaryWithin(torch.autograd.Function):
-    """Rotates a part of a packed tensor in place, and its gradient: one kernel each way, which touches only that
-    part."""
+    """Rotates a part of a packed tensor in place, and its gradient: each is one kernel on that part only."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, part: slice, cos: Tensor, sin: Tensor) -> Tensor:
@@ -116,8 +115,7 @@ def apply_rotary(
 
 
 def _refuse_lengths(offsets: int | Tensor) -> None:
-    """Refuses an offset for each sequence. One for all only moves the rows of the tables that are read, and costs
-    nothing."""
+    """Refuses an offset for each sequence. One for all only moves the table rows that are read, and is free."""
     if isinstance(offsets, Tensor):
         refuse({"seqlen_offsets": offsets}, "seqlen_offsets")
 
