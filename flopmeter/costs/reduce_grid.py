@@ -75,10 +75,10 @@ def scan_grid_of(x: TensorSpec, dim: int) -> ThreadGrid | None:
     rows = x.numel // size
     log_most = MOST_THREADS.bit_length() - 1
     log_columns = min(log_most, max(4, (log_most + (size - 1).bit_length() - (rows - 1).bit_length()) // 2))
-    rows_of_block, turns = 1 << (log_most - log_columns), ceil(size / (2 << log_columns))
-    operations = turns * SCAN_OPERATIONS * (log_columns + 3)
+    rows_of_block, rounds = 1 << (log_most - log_columns), ceil(size / (2 << log_columns))
+    operations = rounds * SCAN_OPERATIONS * (log_columns + 3)
     cycles = SCAN_CYCLES * (log_columns + 1)
-    return ThreadGrid(ceil(rows / rows_of_block), MOST_THREADS, turns, cycles=cycles, operations=operations)
+    return ThreadGrid(ceil(rows / rows_of_block), MOST_THREADS, rounds, cycles=cycles, operations=operations)
 
 
 def _outputs_together(wide: list[tuple[int, int, int]]) -> int:

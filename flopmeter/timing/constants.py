@@ -142,7 +142,7 @@ LANES_OF_SM = 128
 # --- convolutions ------------------------------------------------------------------------------------------
 
 # Input channels per filter at which a convolution on matrix units reaches half its rate, since the fragments of its
-# implicit GEMM are padded. Dense in NCHW and in NHWC (compiled models, and images that are turned by `is_turned`), and
+# implicit GEMM are padded. Dense in NCHW and in NHWC (compiled models, and images where `converts_layout`), and
 # grouped by powers of two in NCHW, or on vector units. Fitted on [timm].
 HALF_RATE_CHANNELS = 20
 HALF_RATE_CHANNELS_LAST = 1
@@ -173,15 +173,15 @@ CONVOLUTION_DEPTH_BYTES = 64
 # kernels work on NHWC: three transpose input, weight and result. MIOpen in 16 bits: one more clears the result and one
 # casts it from fp32 (torch.profiler's trace of a ResNet in bf16 on an MI300X, AMD-AGI/TraceLens: five beside a forward
 # one, nine or ten beside the two of a backward one). cuDNN in tf32: `nchwToNhwcKernel` and back beside kernels named
-# nhwckrsc_nhwc (some, nhwckrsc_nchw, write NCHW). In 16 bits see `is_turned`.
+# nhwckrsc_nhwc (some, nhwckrsc_nchw, write NCHW). In 16 bits see `converts_layout`.
 CONVERSIONS: Mapping[tuple[str, float], int] = {("amd", 2): 5, ("nvidia", 4): 3}
 
-# On Hopper (cuDNN 9.19 on an H100, torch 2.11, 2026-11: validation/traces) cuDNN turns all three tensors of a
+# On Hopper (cuDNN 9.19 on an H100, torch 2.11, 2026-11: validation/traces) cuDNN converts all three tensors of a
 # convolution in NCHW, in 16 bits too, but where it is a plain product (filters of one element, no stride). A thread
-# block turns a tile of 32 channels and 32 positions, whether they are there or not: it keeps an SM for this many
+# block converts a tile of 32 channels and 32 positions, whether they are there or not: it keeps an SM for this many
 # cycles, beside its traffic. (.56 ms for 256 images of 3 channels, .14 for 64; full tiles 1.9 and, in fp32, 2.8 ns.)
-TURNED_TILE_SIDE = 32
-TURNED_TILE_CYCLES = 366
+CONVERTED_TILE_SIDE = 32
+CONVERTED_TILE_CYCLES = 366
 # Channels are padded to 16 bytes first: in NCHW by the same kernel, in NHWC by `nhwcAddPaddingKernel`, with so many
 # integer operations for each element that it reads (217 and 249 us for 38.5 million in bf16 and fp32).
 PADDED_BYTES = 16

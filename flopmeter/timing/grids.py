@@ -30,8 +30,8 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
     at_a_time = min(resident_threads(hardware) // grid.threads, constants.MOST_BLOCKS_PER_SM) * hardware.sm_count
     of_memory, of_cache = _step_cycles(grid)
     access = (1.0 - cached_share) * of_memory + cached_share * of_cache
-    started, turns = blocks_of_loop(grid.loop, hardware) if grid.loop else (blocks, 1)
-    waves = max(turns, blocks / at_a_time)
+    started, rounds = blocks_of_loop(grid.loop, hardware) if grid.loop else (blocks, 1)
+    waves = max(rounds, blocks / at_a_time)
     joining = 0.0
     if shared > 1:
         joining = constants.LAST_BLOCK_CYCLES + ceil(shared / grid.joiners) * constants.JOINING_STEP_CYCLES
@@ -64,7 +64,7 @@ def _waits(grid: ThreadGrid, hardware: Hardware) -> bool:
 
 
 def blocks_of_loop(loop: GridLoop, hardware: Hardware) -> tuple[int, int]:
-    """How many blocks start, those without work included, and how many turns one takes."""
+    """How many blocks start, those without work included, and how many rounds one takes."""
     in_row = max(1, min(loop.longest, loop.blocks_per_sm * hardware.sm_count))
     return loop.rows * in_row, ceil(loop.longest / in_row)
 

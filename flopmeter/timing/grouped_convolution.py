@@ -79,7 +79,7 @@ def packed_seconds(shape: Convolution, implicit: Matmul, item_bytes: float, flop
 
 
 def layout_seconds(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> float:
-    """Seconds of the kernels around that, without those that turn NCHW, which widen groups too, but the filters."""
+    """Seconds of the kernels around that, except those that convert NCHW (and widen groups, but not the filters)."""
     wider = power_of_two_from(shape.channels) / shape.channels
     if wider == 1 or not shape.tensors:
         return 0.0

@@ -48,12 +48,12 @@ from flopmeter.timing.bandwidth import (
     threads_of,
 )
 from flopmeter.timing.convolution import (
+    converts_layout,
     convolution,
     depthwise,
     image_alignment_bytes,
     is_depthwise,
     is_hopper,
-    is_turned,
     with_conversions,
 )
 from flopmeter.timing.gemm_kernels import (
@@ -213,7 +213,7 @@ def _convolution(
         rates = rates.within(peak.flop_per_s * peak.burst * ampere_kernel_share(hardware))
     if peak.unit == "matrix" and is_hopper(hardware) and not shape.channels_last:
         rates = _for_rows(image_alignment_bytes(shape, moved.item_bytes), rates, hardware, peak)
-    if peak.unit == "matrix" and is_turned(shape, implicit, moved.item_bytes, hardware):
+    if peak.unit == "matrix" and converts_layout(shape, implicit, moved.item_bytes, hardware):
         shape = shape._replace(channels_last=True)
     busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"

@@ -41,7 +41,7 @@ OPERATIONS_TO_ADD = 170
 # blocks of one warp take 32 rows each, and another kernel adds up what they found (where the columns fill less than
 # half of the SMs; taken to be so for all).
 COLUMNS_OF_BLOCK = 32
-ROWS_OF_TURN = 8
+ROWS_OF_ROUND = 8
 BLOCK_HEIGHTS = ((256, 32), (128, 16), (64, 8), (0, 1))  # (from this many rows on, block height)
 MOST_ROWS_UNSPLIT = 64 * 1024
 # Loads of a row, and shuffles that bring it its statistics. An SM does them for 32 threads in a cycle, arithmetic for
@@ -207,8 +207,8 @@ def batch_norm(call: Call) -> Cost:
         return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=rereads, grid=grid, kernels=2)
     again = read_by_another_kernel(x)  # by blocks that have waited for all others
     if not _has_channels_last(x):
-        turns = 2 * ceil(x.numel / x.shape[1] / (BLOCK_THREADS * COLUMN_LOADS))
-        again = _channels(x, 1, COLUMN_LOADS * ELEMENT_OPERATIONS, turns)
+        rounds = 2 * ceil(x.numel / x.shape[1] / (BLOCK_THREADS * COLUMN_LOADS))
+        again = _channels(x, 1, COLUMN_LOADS * ELEMENT_OPERATIONS, rounds)
     return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=(again,))
 
 
@@ -228,7 +228,7 @@ def batch_norm_backward(call: Call) -> Cost:
     grid = None
     if not _has_channels_last(grad):  # one kernel, whose threads go over a channel twice
         operations = 2 * ELEMENT_OPERATIONS if is_cudnn else GRADIENT_OPERATIONS
-        rereads: tuple[Reread, ...] = (_channels(grad, 2, operations, 2 * _turns_of_channel(grad)),)
+        rereads: tuple[Reread, ...] = (_channels(grad, 2, operations, 2 * _rounds_of_channel(grad)),)
     elif is_cudnn:
         rereads = (read_by_another_kernel(grad, 2),)
     else:
@@ -304,9 +304,9 @@ def _is_aligned(call: Call) -> bool:
 def _element_by_element(call: Call, x: TensorSpec) -> tuple[Reread, Reread]:
     """The kernels for other rows: one takes the statistics, another applies them (LayerNormForwardCUDAKernel)."""
     columns = prod(call.argument("normalized_shape"))
-    turns, rows = ceil(columns / PLAIN_THREADS), x.numel // columns
-    operations = ELEMENT_OPERATIONS * turns
-    applied = Reread(0, rows, columns * x.dtype.itemsize, PLAIN_THREADS, operations, turns)
+    rounds, rows = ceil(columns / PLAIN_THREADS), x.numel // columns
+    operations = ELEMENT_OPERATIONS * rounds
+    applied = Reread(0, rows, columns * x.dtype.itemsize, PLAIN_THREADS, operations, rounds)
     return _moments(x, rows), applied
 
 
@@ -328,9 +328,9 @@ def _over_rows(call: Call, x: TensorSpec, loads: int) -> tuple[Reread, ...]:
         height, taken = 1, WARP_THREADS
         blocks *= ceil(rows / taken)
     operations = OPERATIONS_OF_LOAD * loads * ceil(taken / height)
-    threads, turns = COLUMNS_OF_BLOCK * height, ceil(taken / (height * ROWS_OF_TURN))
+    threads, rounds = COLUMNS_OF_BLOCK * height, ceil(taken / (height * ROWS_OF_ROUND))
     nbytes = 2 * x.nbytes
-    return (Reread(nbytes, blocks, nbytes // blocks, threads, operations, turns, is_kernel=True),)
+    return (Reread(nbytes, blocks, nbytes // blocks, threads, operations, rounds, is_kernel=True),)
 
 
 def _moments(x: TensorSpec, rows: int) -> Reread:
@@ -348,8 +348,8 @@ def _block_of_row(x: TensorSpec, rows: int, operations: int, combining: int) -> 
     """A block for each row, or a warp for a short one, with that many operations on each element."""
     columns = ceil(x.numel / max(1, rows))
     threads = WARP_THREADS if columns < BLOCK_THREADS else BLOCK_THREADS
-    turns, row_bytes = ceil(columns / threads), columns * x.dtype.itemsize
-    return Reread(0, rows, row_bytes, threads, combining + operations * turns, turns, max(threads, AMD_WARP_THREADS))
+    rounds, row_bytes = ceil(columns / threads), columns * x.dtype.itemsize
+    return Reread(0, rows, row_bytes, threads, combining + operations * rounds, rounds, max(threads, AMD_WARP_THREADS))
 
 
 def _has_channels_last(x: TensorSpec) -> bool:
@@ -361,18 +361,18 @@ def _statistics(x: TensorSpec) -> Reread:
     """The kernel for mean and deviation of each channel, one element after the other."""
     if _has_channels_last(x):
         return _columns(x, 1, COUNTED_STATISTICS_OPERATIONS)
-    return _as_kernel(_channels(x, 1, STATISTICS_OPERATIONS, _turns_of_channel(x)))
+    return _as_kernel(_channels(x, 1, STATISTICS_OPERATIONS, _rounds_of_channel(x)))
 
 
-def _channels(x: TensorSpec, tensors: int, operations: int, turns: int) -> Reread:
+def _channels(x: TensorSpec, tensors: int, operations: int, rounds: int) -> Reread:
     """A kernel with a block for each channel, whose threads walk its planes. It reads that many tensors again."""
     channels = x.shape[1] if len(x.shape) > 1 else 1
     row_bytes = tensors * x.nbytes // channels
-    operations = OPERATIONS_TO_COMBINE + operations * turns
-    return Reread(tensors * x.nbytes, channels, row_bytes, BLOCK_THREADS, operations, turns, AMD_BLOCK_THREADS)
+    operations = OPERATIONS_TO_COMBINE + operations * rounds
+    return Reread(tensors * x.nbytes, channels, row_bytes, BLOCK_THREADS, operations, rounds, AMD_BLOCK_THREADS)
 
 
-def _turns_of_channel(x: TensorSpec) -> int:
+def _rounds_of_channel(x: TensorSpec) -> int:
     """How many elements a thread takes one after another: a block has as many neighbouring threads as a plane has
     elements, rounded up, and walks several planes at a time (batch_norm_collect_statistics_kernel and
     batch_norm_backward_kernel)."""
@@ -390,8 +390,8 @@ def _columns(x: TensorSpec, tensors: int, operations: int) -> Reread:
     """The kernel that reduces that many tensors in channels-last, with that many operations on an element."""
     blocks, threads, elements = _columns_grid(x)
     operations = OPERATIONS_TO_COMBINE + operations * elements
-    nbytes, turns = tensors * x.nbytes, ceil(elements / COLUMN_LOADS)
-    return Reread(nbytes, blocks, nbytes // blocks, threads, operations, turns, is_kernel=True)
+    nbytes, rounds = tensors * x.nbytes, ceil(elements / COLUMN_LOADS)
+    return Reread(nbytes, blocks, nbytes // blocks, threads, operations, rounds, is_kernel=True)
 
 
 def _columns_grid(x: TensorSpec) -> tuple[int, int, int]:

@@ -113,9 +113,9 @@ def _grid_of_bags(call: Call, indices: int) -> ThreadGrid:
     bags, width = call.outputs[0].shape
     warps = max(1, bags * ceil(width / BAG_COLUMNS))
     blocks = min(BAG_BLOCKS, ceil(warps / BAG_WARPS))
-    turns, rows = ceil(warps / (blocks * BAG_WARPS)), indices / max(1, bags)
-    operations = ceil(turns * (BAG_OPERATIONS + rows * BAG_ROW_OPERATIONS))
-    return ThreadGrid(blocks, BAG_COLUMNS * BAG_WARPS, ceil(turns * (1 + rows)), operations=operations)
+    rounds, rows = ceil(warps / (blocks * BAG_WARPS)), indices / max(1, bags)
+    operations = ceil(rounds * (BAG_OPERATIONS + rows * BAG_ROW_OPERATIONS))
+    return ThreadGrid(blocks, BAG_COLUMNS * BAG_WARPS, ceil(rounds * (1 + rows)), operations=operations)
 
 
 @rule(aten._embedding_bag_per_sample_weights_backward)
