@@ -72,8 +72,7 @@ class StreamError(ValueError):
 
 @dataclass
 class _Memo:
-    """What was worked out for a program on one device, kept for its other modes and for changed programs. Pickling
-    drops it."""
+    """What was worked out for a program on one device, for other modes and changed programs. Pickling drops it."""
 
     costs: CallCosts = field(default_factory=dict)
     laws: PowerLaws = field(default_factory=PowerLaws)
@@ -451,7 +450,7 @@ def reports_together(
 
 
 def _is_part(ops: object, count: int) -> bool:
-    """Whether these are some of so many ops, in a row."""
+    """Whether these are some of that many ops, in a row."""
     return isinstance(ops, range) and ops.step == 1 and 0 <= ops.start < ops.stop <= count
 
 

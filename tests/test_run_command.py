@@ -358,7 +358,7 @@ def test_a_package_of_weights_that_cannot_be_imported_here_hinders_no_program_th
 
 def test_the_package_of_websocket_has_another_name(script, capsys, monkeypatch):
     """As importlib.metadata says of it where it is installed: `websocket` on the package index is another one."""
-    monkeypatch.setattr("flopmeter.run.script._is_there", lambda name: False)
+    monkeypatch.setattr("flopmeter.run.diagnosis.is_there", lambda name: False)
     assert main(["run", script("raise ModuleNotFoundError('', name='websocket')")]) == 1
     assert "(pip install websocket-client)" in capsys.readouterr().err
 

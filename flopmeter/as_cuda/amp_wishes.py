@@ -87,7 +87,7 @@ def _noting_who_asks(is_amp_unavailable: Any) -> Any:
 
 
 def _then(method: Any, note: Callable[[Any], None]) -> Any:
-    """The method, after which the object is noted."""
+    """The method, followed by a note of the object."""
 
     @functools.wraps(method)
     def run_and_note(self: Any, *args: Any) -> Any:

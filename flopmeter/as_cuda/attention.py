@@ -64,9 +64,9 @@ def install(scope: Emulation) -> None:
 
 
 def _is_dispatched(tensor: object) -> bool:
-    """Whether it is emulated; stands for such a tensor while Dynamo traces, where the program may ask for the layout of
-    the result; or poses as one on the device: inductor's patterns put this composite in the place of attention that a
-    program writes out."""
+    """Whether attention on the tensor is dispatched as on CUDA: it is emulated; or it stands for such a tensor while
+    Dynamo traces, where the program may ask for the layout of the result; or it poses as one on the device, since
+    inductor's patterns put this composite in the place of attention that is written out."""
     poses = isinstance(tensor, FakeTensor) and tensor.device.type == "cuda"
     stands_for_one = dispatcher.is_traced(tensor) and TRACING_CONTEXT.value() is not None
     return dispatcher.is_emulated(tensor) or stands_for_one or poses
@@ -86,7 +86,7 @@ def _difference(chosen: Mapping[SdpaCall, SDPBackend], rules: Rules, target: Cud
 
 
 def _flash(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Pads the head size to a multiple of 8; the scale is that of the size before padding."""
+    """The flash kernel. Head sizes are padded to a multiple of 8; the scale is that of the size before padding."""
     size = call.head_size
     padding = -size % FLASH_HEAD_ALIGNMENT
     query, key, value = (F.pad(tensor, (0, padding)) if padding else tensor for tensor in qkv)
@@ -117,7 +117,7 @@ def _cudnn(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | None) -
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A bool mask becomes 0 where it is True and -inf where it is False."""
+    """The mask to add: a bool mask becomes 0 where it is True and -inf where it is False."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     zero, minus_infinity = (torch.scalar_tensor(fill, dtype=dtype, device=mask.device) for fill in (0.0, -math.inf))

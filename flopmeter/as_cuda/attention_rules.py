@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from flopmeter.torch_names import dispatcher
+from flopmeter.torch_names.operators import traced_size
 from flopmeter.torch_names.private import SDP_PRIORITY_ORDER
 
 MATH, FLASH, EFFICIENT, CUDNN = (
@@ -42,12 +43,8 @@ class Operand(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Operand:
         """A symbolic size of the compiler counts as the number that it was traced with."""
-        shape, strides = tuple(map(_traced, tensor.shape)), tuple(map(_traced, tensor.stride()))
-        return cls(shape, strides, tensor.dtype, _traced(tensor.storage_offset()), tensor.requires_grad)
-
-
-def _traced(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+        shape, strides = tuple(map(traced_size, tensor.shape)), tuple(map(traced_size, tensor.stride()))
+        return cls(shape, strides, tensor.dtype, traced_size(tensor.storage_offset()), tensor.requires_grad)
 
 
 class Device(Protocol):
@@ -144,7 +141,7 @@ def _is_half(call: SdpaCall) -> bool:
 
 
 def half_on_ampere_or_later(call: SdpaCall) -> bool:
-    """What flash and cuDNN have in common."""
+    """A rule that flash and cuDNN share."""
     is_half = 80 <= call.sm <= 121 and _is_half(call)
     return is_half and _is_well_formed(call) and _has_dense_rows(call, unless_single=True)
 
@@ -160,7 +157,7 @@ def equal_heads_or_grouped(call: SdpaCall) -> bool:
 
 
 def equal_heads_or_grouped_or_one(call: SdpaCall) -> bool:
-    """A single head of keys and values serves all queries, even without enable_gqa."""
+    """Whether heads match. One head of keys and values serves all queries, even without enable_gqa."""
     query, key, value = call.heads
     return equal_heads_or_grouped(call) or (query > 0 and key == value == 1)
 

@@ -171,8 +171,7 @@ def _follow_torchs_switches(scope: Emulation, cache: WeightCache) -> None:
 
 
 def _treat_meta_as_cuda(scope: Emulation) -> None:
-    """Answer the checks for a CUDA device with yes; "meta" counts as "cuda" in `autocast(x.device.type)` and
-    custom_fwd."""
+    """Answer checks for a CUDA device with yes; "meta" counts as "cuda" in `autocast(x.device.type)` and custom_fwd."""
     scope.patch_private(private.NO_AMP, lambda: False)
     has_bf16 = scope.target.compute_capability >= (8, 0)
     scope.patch(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or bool(including_emulation))
@@ -205,7 +204,7 @@ def _stop_at(operator: HigherOrderOperator, key: Any) -> None:
 
 
 def _on_cuda(function: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """`function`, but with "cuda" in place of "meta" as the argument at `position`."""
+    """Wraps `function`: "meta" as the argument at `position` becomes "cuda"."""
 
     @functools.wraps(function)
     def with_cuda(*args: Any, **kwargs: Any) -> Any:
@@ -279,7 +278,7 @@ def traced_tensors_cast(cast: bool) -> Iterator[None]:
 
 
 def is_eligible(value: Any) -> bool:
-    """Floating point, not fp64, and a tensor that the emulation may touch."""
+    """Whether the tensor is of floating point, not fp64, and one that the emulation may touch."""
     is_ours = dispatcher.is_emulated(value) or (_traced.is_on and dispatcher.is_traced(value))
     return is_ours and value.is_floating_point() and value.dtype != torch.float64
 

@@ -14,7 +14,7 @@ from flopmeter.torch_names.private import MAY_COMPILE
 
 
 def install(scope: Emulation) -> None:
-    """For a program that has imported what generates."""
+    """Installs this for a program that has imported transformers' generation."""
     if not MAY_COMPILE.loaded:
         return
     from transformers import CompileConfig

@@ -109,7 +109,7 @@ def _forget_unless(table: Any, made: object) -> None:
 
 
 def _told_in_regions(is_compiling: Callable[[], bool]) -> Callable[[], bool]:
-    """A program that asks whether it is being compiled takes the way that the compiler would see."""
+    """Tells a program that it is being compiled, so that it goes the way that the compiler would see."""
     return functools.wraps(is_compiling)(lambda: compiled_region() is not None or is_compiling())
 
 

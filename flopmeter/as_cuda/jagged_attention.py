@@ -33,8 +33,8 @@ def install(scope: Emulation) -> None:
 
 
 def _unmetered(dummy: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """With the first jagged tensor of a process torch makes one on meta, also where there is a GPU: no kernel of the
-    program. Outside of inference mode, as it serves those of later programs too."""
+    """Makes the first jagged tensor outside of the meter: torch then makes one on meta, also where there is a GPU,
+    which is no kernel of the program. Outside of inference mode, since that one serves later programs too."""
 
     def made() -> Tensor:
         if torch.compiler.is_compiling():
@@ -69,7 +69,7 @@ def _answer(scope: Emulation, backend: SDPBackend, name: private.PrivateName) ->
 
 
 def _operand(jagged: Any) -> Operand:
-    """All of its tokens stand for the length that differs from sequence to sequence: [batch, heads, tokens, size]."""
+    """The operand with all tokens in place of the length that differs: [batch, heads, tokens, size]."""
     tokens: Tensor = jagged._values
     shape, strides = (jagged.size(0), *tokens.shape), (tokens.numel(), *tokens.stride())
     return Operand(shape, strides, tokens.dtype, int(tokens.storage_offset()), jagged.requires_grad)

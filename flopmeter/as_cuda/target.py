@@ -8,7 +8,7 @@ from flopmeter.as_cuda.attention_rules import rules_for
 from flopmeter.torch_names.dispatcher import running_version
 
 STAND_IN_CAPABILITY = (8, 0)
-"""The compute capability that stands for devices of other makers: the oldest one with every fused attention kernel of
+"""The compute capability that stands for devices of other vendors: the oldest one with every fused attention kernel of
 PyTorch's default order, and without the cuDNN attention that newer NVIDIA devices prefer."""
 
 
@@ -34,7 +34,7 @@ class CudaTarget:
 
     @classmethod
     def stand_in(cls, device: str) -> CudaTarget:
-        """For `device` of another maker than NVIDIA: ops are dispatched as on CUDA with capability 8.0."""
+        """For a `device` that is not NVIDIA's: ops are dispatched as on CUDA with capability 8.0."""
         major, minor = STAND_IN_CAPABILITY
         rule = f"ops are those that CUDA dispatches on compute capability {major}.{minor}"
         return cls(STAND_IN_CAPABILITY, notes=(f"{device} is not an NVIDIA device: {rule}",))

@@ -1,4 +1,4 @@
-"""What an argument may be. Each check raises one error of one line, before anything is metered."""
+"""Checks of arguments: each raises an error of one line, before anything is metered."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def is_whole(value: Any, least: int = 1) -> bool:
 
 
 def check_whole(error: type[ValueError] = ValueError, least: int = 1, **numbers: object) -> None:
-    """None stands for an argument that was not given."""
+    """Raises the error for numbers that are not whole or below `least`. None: the argument was not given."""
     wanted = "must be a positive whole number" if least == 1 else f"must be a whole number from {least} on"
     _check(lambda number: number is None or is_whole(number, least), wanted, error, numbers)
 
 
 def check_positive(error: type[ValueError] = ValueError, **numbers: object) -> None:
-    """None stands for an argument that was not given."""
+    """Raises the error for numbers that are not positive. None: the argument was not given."""
     _check(lambda number: number is None or is_positive(number), "must be a positive number", error, numbers)
 
 
@@ -55,6 +55,6 @@ def _check(holds: Callable[[Any], bool], wanted: str, error: type[Exception], gi
 
 
 def check_callable(what: str, function: object) -> None:
-    """`what`: who calls it, and with what."""
+    """Raises TypeError for what cannot be called. `what`: who calls it, and with what."""
     if not callable(function):
         raise TypeError(f"{what}, not {function!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -13,12 +12,13 @@ from typing import Any, Literal, NamedTuple, get_args
 from flopmeter.as_cuda import CudaTarget
 from flopmeter.ask import steps
 from flopmeter.ask.checks import check_callable, check_mapping, is_number, is_positive
+from flopmeter.ask.meters import Meters
 from flopmeter.ask.steps import Step, million, step_figures
 from flopmeter.ask.what_if import MOST_TIMES, RESOURCES, WhatIf, what_if
 from flopmeter.ask.workers import results_of
 from flopmeter.device.hardware import AnyHardware, Hardware, HardwareError, Host, load_hardware
 from flopmeter.launch.modes import mode_called
-from flopmeter.meter import FlopMeter, Mode, StreamError
+from flopmeter.meter import Mode
 from flopmeter.records import Regime
 from flopmeter.report.quantities import in_ms, percent
 from flopmeter.report.report import Report
@@ -103,7 +103,7 @@ class Comparison(Shown):
         )
 
     def _results(self) -> Table:
-        """Columns without any figure (throughput, prices that nobody gave) are left out."""
+        """The table; columns without any figure (throughput, prices that nobody gave) are left out."""
         columns: list[ColumnOf[DeviceRow]] = [
             ColumnOf("device", lambda row: row.hardware, str, "<"),
             steps.TIME,
@@ -160,7 +160,7 @@ def compare(
     dollars = checked_prices(prices or {}, devices)
     if sort == "cost" and not dollars:
         raise ValueError("to sort by cost, give prices: dollars per hour of each device")
-    run = partial(_result, fn, mode, items, dollars, meter_options, [])
+    run = partial(_result, fn, Meters(meter_options), mode, items, dollars)
     found = results_of(run, devices, workers, executor, progress)
     comparison = comparison_of(devices, found, sort, unit)
     if not comparison.rows or items is None:
@@ -180,7 +180,7 @@ class DeviceResult(NamedTuple):
 def comparison_of(
     devices: Iterable[Hardware], found: Sequence[DeviceResult], sort: Sort = "seconds", unit: str = "items"
 ) -> Comparison:
-    """The results of the devices, in this order, beside each other."""
+    """The comparison of these results, in this order."""
     unable = {device.name: each.why for device, each in zip(devices, found, strict=True) if each.row is None}
     rows = [each.row for each in found if each.row is not None]
     title = next((each.title for each in found if each.row is not None), "no device of the list can run this program")
@@ -201,23 +201,21 @@ def _check_options(fn: Callable[[], object], mode: Mode, items: float | None, un
 
 def _result(
     fn: Callable[[], object],
+    meters: Meters,
     mode: Mode,
     items: float | None,
     dollars_per_hour: Mapping[str, float],
-    options: Mapping[str, Any],
-    meters: list[FlopMeter],
     device: Hardware,
 ) -> DeviceResult:
-    """`options`: of FlopMeter. `meters` has one for each op stream of the devices so far in this process, and gets
-    another one."""
+    """The result of one device."""
     try:
-        report = _report(fn, device, mode, meters, options)
+        report = meters.known(device, mode) or meters.metered(fn, device, mode)
     except HardwareError as error:
         return DeviceResult(None, why=str(error))
     if not report.kernels:
         raise ValueError("the program ran no op on meta tensors: there is nothing to compare")
-    result = result_of(report, dollars_per_hour.get(device.name), items, options.get("host"))
-    if device.compute_capability is None and options.get("as_cuda", True):
+    result = result_of(report, dollars_per_hour.get(device.name), items, meters.options.get("host"))
+    if device.compute_capability is None and meters.options.get("as_cuda", True):
         result = result._replace(notes=(*result.notes, *CudaTarget.stand_in(device.title).notes))
     return result
 
@@ -231,21 +229,6 @@ def result_of(
         title=report.headline.replace(f" · {report.hardware.title}", ""),
         notes=tuple(_notes(report)),
     )
-
-
-def _report(
-    fn: Callable[[], object], device: Hardware, mode: Mode, meters: list[FlopMeter], options: Mapping[str, Any]
-) -> Report:
-    """The report of a device: from the meter of a device that runs the same ops if there is one, else from a new
-    meter."""
-    for meter in meters:
-        with contextlib.suppress(StreamError):
-            return meter.report(hardware=device, mode=mode)
-    meter = FlopMeter(device, **options)
-    with meter:
-        fn()
-    meters.append(meter)
-    return meter.report(mode=mode)
 
 
 def _row(report: Report, items: float | None, dollars_per_hour: float | None, changes: WhatIf) -> DeviceRow:
@@ -263,7 +246,7 @@ def _row(report: Report, items: float | None, dollars_per_hour: float | None, ch
 
 
 def checked_devices(hardware: Iterable[AnyHardware], error: type[ValueError] = ValueError) -> list[Hardware]:
-    """Their profiles. Raises the error for none, and for a device that stands there twice."""
+    """The devices' profiles. Raises the error if there are none, or one twice."""
     if isinstance(hardware, str | os.PathLike | Hardware | Mapping) or not isinstance(hardware, Iterable):
         raise TypeError(f"hardware must be a list of devices, such as [{hardware!r}]")
     devices = [load_hardware(name) for name in hardware]
@@ -323,7 +306,7 @@ def _speed_up(regime: Regime) -> ColumnOf[DeviceRow]:
 
 def _verdict(row: DeviceRow) -> str:
     """What takes the largest share of the time; what would help most, if that is something else (the host may set the
-    pace even of a device that is nearly always busy); and where the verdict turns."""
+    pace even of a device that is nearly always busy); and at which point something else would bound the run."""
     resource, speedup, boundary = RESOURCES[row.regime], row.what_if.speedup, row.what_if.boundary
     best = max(speedup, key=speedup.__getitem__)
     verdict = f"{row.regime}-bound"

@@ -11,7 +11,7 @@ from flopmeter.report.quantities import duration, percent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delays:
-    """Nothing by default, since nobody can know them from the program.
+    """What a step waits for; nothing by default, since nobody can know it from the program.
 
     data_seconds: time in which the hosts prepare the batch of one step, while the GPUs work: no step is shorter.
     checkpoint_seconds: how long all ranks stop to save; checkpoint_every: how many steps lie between two checkpoints.

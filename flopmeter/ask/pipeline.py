@@ -92,8 +92,7 @@ class Pipeline(Shown):
         save_together({f"rank {rank}": report for rank, report in self.reports.items()}, path)
 
     def render(self, format: str = "text") -> str:
-        """As text, markdown, csv, json or html: a page with the stages as a Gantt chart. Raises ValueError for another
-        format."""
+        """Text, markdown, csv, json, or html with the stages as a Gantt chart. Raises ValueError for another format."""
         if format != "html":
             return super().render(format)
         shown = self._document()
@@ -290,7 +289,7 @@ def _others_until(number: int, report: Report, ranks: Set[int]) -> float:
 
 
 def _latest(number: int, report: Report) -> int | None:
-    """Of what the launch waited for on other streams, that which ended last."""
+    """The kernel that ended last among those on other streams that this launch waited for."""
     placements = report.launches.placements or []
     return max(placements[number].after, key=lambda each: report.timings[each].end_seconds, default=None)
 

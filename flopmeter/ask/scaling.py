@@ -89,7 +89,7 @@ class Scaling(Shown):
 
     @property
     def best(self) -> LayoutRow | None:
-        """Of the layouts that fit, the one with the most items per second and GPU (else the least GPU time a step)."""
+        """The layout with the most items per second and GPU (else the least GPU time a step), among those that fit."""
         fitting = [row for row in self.rows if row.fits is not False]
         return min(fitting, key=_gpu_seconds_per_item, default=None)
 
@@ -108,7 +108,7 @@ class Scaling(Shown):
         )
 
     def _table(self) -> Table:
-        """Columns without any figure (throughput, prices that nobody gave) are left out."""
+        """The table; columns without any figure (throughput, prices that nobody gave) are left out."""
         columns: list[ColumnOf[LayoutRow]] = [
             ColumnOf("layout", lambda row: row.name, str, "<"),
             ColumnOf("GPUs", lambda row: row.gpus, str),
@@ -186,19 +186,13 @@ def scale(
     unknown device or cluster, and ValueError for options that make no sense and where no layout can run.
     """
     check_callable("scale calls a function of the mesh, which returns the step", program)
-    if isinstance(layouts, Mapping):
-        raise TypeError(f"layouts must be a list of meshes, such as [{layouts!r}]")
-    meshes = list(layouts)
-    if not meshes:
-        raise ValueError('scale needs at least one layout, such as {"dp": 8}')
-    for layout in meshes:
-        check_mapping('{"dp": 8}', layout=layout)
+    meshes = _checked(layouts)
     check_positive(items=None if callable(items) else items, dollars_per_gpu_hour=dollars_per_gpu_hour)
     mode_called(mode)
     device = load_hardware(hardware)
     links = cluster_of(device, cluster)
     job = _Job(program, device, links, mode, items, dollars_per_gpu_hour, checked_delays(delays), meter_options)
-    outcomes = results_of(partial(_outcome, job), [dict(layout) for layout in meshes], workers, executor, progress)
+    outcomes = results_of(partial(_outcome, job), meshes, workers, executor, progress)
     rows = tuple(outcome.row for outcome in outcomes if outcome.row is not None)
     unable = {_name(mesh): outcome.title for mesh, outcome in zip(meshes, outcomes, strict=True) if outcome.row is None}
     if not rows:
@@ -208,8 +202,20 @@ def scale(
     return Scaling(title, rows, unable, unit, tuple(dict.fromkeys(notes)))
 
 
+def _checked(layouts: Iterable[Layout]) -> list[dict[str, int]]:
+    """Raises ValueError or TypeError for what is no list of meshes."""
+    if isinstance(layouts, Mapping):
+        raise TypeError(f"layouts must be a list of meshes, such as [{layouts!r}]")
+    meshes = list(layouts)
+    if not meshes:
+        raise ValueError('scale needs at least one layout, such as {"dp": 8}')
+    for layout in meshes:
+        check_mapping('{"dp": 8}', layout=layout)
+    return [dict(layout) for layout in meshes]
+
+
 def _outcome(job: _Job, layout: dict[str, int]) -> _LayoutResult:
-    """torch refuses impossible meshes and shapes with one of these errors."""
+    """The result of one layout. torch refuses impossible meshes and shapes with one of these errors."""
     try:
         report = _metered(job, layout)
     except (ValueError, RuntimeError, AssertionError) as error:

@@ -213,7 +213,7 @@ def _point(size: int, items: float, report: Report) -> Point:
 
 
 def _per_doubling(before: Point, after: Point, ratio: float) -> float:
-    """By what factor something that grew by `ratio` between two sizes grows when the size doubles."""
+    """The factor of growth for each doubling of the size, where something grew by `ratio` between two sizes."""
     return float(ratio ** (1 / math.log2(after.size / before.size)))
 
 

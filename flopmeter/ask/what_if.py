@@ -38,8 +38,8 @@ class Boundary(NamedTuple):
 
 class WhatIf(NamedTuple):
     """How many times as fast the run would be with twice the FLOP/s ('compute'), twice the bandwidth ('memory'), links
-    twice as fast ('communication', in a run with collectives) or half the host time ('overhead'), and where the verdict
-    turns; None: not up to 64 times what bounds it now."""
+    twice as fast ('communication', in a run with collectives) or half the host time ('overhead'), and how much more of
+    what bounds it now makes something else bound it; None: not up to 64 times as much."""
 
     speedup: Mapping[Regime, float]
     boundary: Boundary | None

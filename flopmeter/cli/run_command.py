@@ -15,10 +15,11 @@ from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.drawers import FORMATS
 from flopmeter.report.tables import FORMATS as TABLE_FORMATS
 from flopmeter.run.devices import compare_devices
+from flopmeter.run.diagnosis import what_to_do
 from flopmeter.run.launchers import CommandLine, launch_of
 from flopmeter.run.ranks import RanAsRank, first_failed, report_of, run_as_ranks
 from flopmeter.run.report import NothingRanError, RunReport
-from flopmeter.run.script import Ending, Script, what_to_do
+from flopmeter.run.script import Ending, Script
 from flopmeter.run.session import Wishes
 from flopmeter.run.shims import SHIMS
 

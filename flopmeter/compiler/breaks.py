@@ -10,7 +10,7 @@ from flopmeter.records import CompiledGraph, GraphBreak
 
 
 class Breaks:
-    """Belongs to one session. `is_here`: whether this thread compiles for it."""
+    """The breaks of one session. `is_here`: whether this thread compiles for it."""
 
     def __init__(self, is_here: Callable[[], bool]) -> None:
         self._is_here = is_here
@@ -18,7 +18,7 @@ class Breaks:
         self._told: Any = None  # the reason that came with the last graph
 
     def around(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Dynamo calls this where it ends a graph, with the reason; the graph may be empty, or be split by DDP, which
+        """Called by Dynamo where it ends a graph, with the reason. The graph may be empty, or be split by DDP, which
         has a reason of its own for each part."""
 
         @functools.wraps(plain)
@@ -31,13 +31,13 @@ class Breaks:
         return compile_subgraph
 
     def before(self, model: Any) -> tuple[GraphBreak, ...]:
-        """Those that led to this graph, and the one that ends it."""
+        """The breaks that led to this graph, and the one that ends it."""
         self._told = getattr(model, "compile_subgraph_reason", None)
         waiting, self._waiting = self._waiting, []
         return (*waiting, *_in_words(self._told))
 
     def end_call(self, graphs: list[CompiledGraph]) -> None:
-        """What no graph came after belongs to the last one."""
+        """Breaks after the last graph belong to that graph."""
         if self._waiting and graphs:
             graphs[-1].breaks += tuple(self._waiting)
         self._waiting, self._told = [], None

@@ -23,8 +23,7 @@ _BY_ITSELF = aten_overloads.broadcast_tensors.default  # in no table; mse_loss, 
 
 @contextmanager
 def composites_differentiate() -> Iterator[None]:
-    """In this context composites have no kernel of their own on meta, so autograd sees the ops that they are made
-    of."""
+    """In this context composites have no kernel of their own on meta, so autograd sees the ops in them."""
     hidden = {op: op.py_kernels.pop(DispatchKey.Meta) for op in _composites_with_a_kernel()}
     try:
         _forget_dispatch(hidden)

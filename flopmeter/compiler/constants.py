@@ -63,7 +63,7 @@ def put_on_device(module: Any) -> None:
 
 
 def constants_there(graph: Any, mode: Any) -> Callable[[str, torch.device | None], str]:
-    """In place of a graph's `constant_name`, which copies a constant to the device that a kernel needs it on."""
+    """Takes the place of a graph's `constant_name`, which copies a constant to the device that a kernel needs it on."""
     plain = graph.constant_name
 
     def constant_name(name: str, device: torch.device | None) -> str:
@@ -78,7 +78,7 @@ def constants_there(graph: Any, mode: Any) -> Callable[[str, torch.device | None
 
 
 def _there(constant: torch.Tensor, mode: Any) -> Any:
-    """Its twin on the device, which tells inductor its numbers."""
+    """The constant's twin on the device, which tells inductor its numbers."""
     with mode:
         twin: Any = torch.empty_strided(constant.shape, constant.stride(), dtype=constant.dtype, device=CUDA)
     twin.item, twin.tolist = constant.item, constant.tolist

@@ -39,7 +39,7 @@ def is_flex(node: Node) -> bool:
 
 
 def flex_node(operation: Any) -> Node | None:
-    """The call of flex_attention that an operation of inductor's stems from."""
+    """The call of flex_attention from which an operation of inductor's stems."""
     return next(filter(is_flex, operation.origins), None)
 
 
@@ -95,7 +95,7 @@ class Masks:
         self._functions: dict[Node, Any] = {}
 
     def bodies(self, held: Held, values: KnownValues | None) -> dict[Node, FlexBody]:
-        """By node, in a call of the graph that has these tensors."""
+        """What each node computes, in a call of the graph that has these tensors."""
         given = dict(held)
 
         def argument(value: Any) -> Any:

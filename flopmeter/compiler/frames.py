@@ -70,8 +70,8 @@ class Frames:
         return convert
 
     def around_giving_up(self, plain: Callable[..., str]) -> Callable[..., str]:
-        """Dynamo asks for this message where it leaves a whole function uncompiled, such as one with a graph break in a
-        loop; functions that it calls are compiled on their own."""
+        """Wraps a message that Dynamo makes where it leaves a whole function uncompiled, such as one with a graph break
+        in a loop; functions that it calls are compiled on their own."""
 
         @functools.wraps(plain)
         def message(error: Exception, code: CodeType, *args: Any) -> str:
@@ -95,8 +95,8 @@ class Frames:
             yield
 
     def around_identity_guard(self, plain: Callable[..., None]) -> Callable[..., None]:
-        """A guard that fails only because the running program sees a stand-in, where Dynamo saw torch's function, is no
-        reason to compile again."""
+        """Wraps a guard. If it fails only because the running program sees a stand-in where Dynamo saw torch's
+        function, that is no reason to compile again."""
 
         @functools.wraps(plain)
         def guard_identity(builder: Any, guard: Any, *args: Any) -> None:
@@ -107,7 +107,7 @@ class Frames:
 
 
 def _is_of_python(code: CodeType) -> bool:
-    """Functions of its library run no ops: nobody asks whether they are compiled."""
+    """Whether the function is of Python's library. These run no ops, and nobody asks whether they are compiled."""
     return code.co_filename.startswith(_LIBRARY) and "site-packages" not in code.co_filename
 
 
@@ -118,7 +118,7 @@ def _reasons(error: Exception) -> str:
 
 
 def text_of(error: Exception) -> str:
-    """One line: messages of torch's may be a name or a dump, which the kind of error explains."""
+    """The error in one line. Messages of torch's may be a name or a dump, which the kind of error explains."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 

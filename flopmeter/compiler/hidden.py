@@ -26,7 +26,7 @@ def ignore_warning(message: str) -> Callable[[], None]:
 
 
 def made_inside(around: Callable[[], AbstractContextManager[Any]], plain: Any) -> Callable[[], Any]:
-    """Dynamo makes its tables of torch's functions when it first needs them; this makes one inside of `around`."""
+    """Lets Dynamo make its tables of torch's functions, which it does when it first needs them, inside of `around`."""
 
     def table(*_: Any) -> Any:
         with contextlib.nullcontext() if plain.cache_info().currsize else around():
@@ -38,7 +38,7 @@ def made_inside(around: Callable[[], AbstractContextManager[Any]], plain: Any) -
 
 @contextlib.contextmanager
 def hooks_hidden() -> Iterator[None]:
-    """Without the hooks that flopmeter has on all modules and optimizers: Dynamo would trace into them."""
+    """In this context modules and optimizers are without flopmeter's hooks: Dynamo would trace into them."""
     registries = [name.value for name in names.NO_HOOKS]
     before = [dict(registry) for registry in registries]
     for registry in registries:

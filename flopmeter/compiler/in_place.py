@@ -33,7 +33,7 @@ def memory_taken(graph: Any, nodes: Sequence[Any]) -> dict[str, str]:
 
 
 def _outside(node: Any, taken: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The same without the values that stay in the kernel, on the way of which memory may be handed on."""
+    """The same without the values that stay in the kernel, by way of which memory may be handed on."""
     inside = {buffer.get_name() for buffer in node.get_outputs() if not is_needed(buffer, node)}
     for result in taken.keys() - inside:
         source: str | None = taken[result]
@@ -44,7 +44,7 @@ def _outside(node: Any, taken: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 class _TakenHere:
-    """What the scheduler tells of a kernel that it writes; the arguments in the code are nobody's concern here."""
+    """Notes what the scheduler says about a kernel that it writes; the arguments' names do not matter here."""
 
     def __init__(self) -> None:
         self.inplace_update_buffers: dict[str, str] = {}

@@ -51,7 +51,7 @@ class KnownInGraph:
         ]
 
     def computed(self, args: Sequence[Any], values: KnownValues | None) -> Held:
-        """What these ops give in a call with these arguments of the graph."""
+        """What these ops return in a call with these arguments of the graph."""
         if values is None or not (
             self._is_always_wanted or (self._has_counts and (values.assume.routing or _any_known(args, values)))
         ):
@@ -69,7 +69,7 @@ class KnownInGraph:
         return held
 
     def hand_on(self, held: Mapping[Node, Any], results: Sequence[Any], values: KnownValues | None) -> None:
-        """What is known of these tensors is known of the graph's results too."""
+        """What is known of these tensors becomes known of the graph's results."""
         if values is None:
             return
         for node, result in zip(self._outputs, results, strict=False):
@@ -104,7 +104,7 @@ class KnownInGraph:
 
 
 def makers_of_lengths(node: Node) -> dict[str, Node]:
-    """What tells the lengths of its groups or packed sequences, by argument; empty for nearly all nodes."""
+    """The nodes that give the lengths of its groups or packed sequences, by argument; empty for nearly all nodes."""
     if not isinstance(node.target, OpOverload):
         return {}
     names, given = arguments_with_lengths(node.target), by_name(node.target, node.args, node.kwargs)
@@ -121,7 +121,7 @@ def groups_in(held: Mapping[Node, Any], node: Node, values: KnownValues | None) 
 
 
 def before(nodes: Iterable[Node], leads: Callable[[Node], bool] = lambda node: True) -> set[Node]:
-    """These nodes and those on which they depend, as far as each of them leads on."""
+    """These nodes and the nodes on which they depend, as far as `leads` lets them count."""
     found: set[Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -148,7 +148,8 @@ def _overwrites(node: Node) -> bool:
 
 
 def _leads_by_integers(node: Node) -> bool:
-    """Not by numbers with a fraction, such as the scores by which experts are picked: nothing is known of these."""
+    """Whether known values lead on through the node. Nothing is known of numbers with a fraction, such as the scores by
+    which experts are picked."""
     is_op = isinstance(node.target, OpOverload) or node.target is operator.getitem
     return is_op and (_is_integer(node) or not isinstance(node.meta.get("val"), Tensor))
 
@@ -170,7 +171,7 @@ def _in_aten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def stand_in(node: Node, sizes: Sizes) -> Any:
-    """Something of the shape and type of what the node makes, of which nothing is known."""
+    """A tensor with the shape and type of what the node makes, of which nothing is known."""
 
     def of(value: Any) -> Any:
         if not isinstance(value, Tensor):

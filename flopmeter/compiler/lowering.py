@@ -24,7 +24,7 @@ class Lowered:
 
     graph: Any
     nodes: Sequence[Any]
-    bytes_of: Sequence[int]  # read and written by each node, by the scheduler's own estimate
+    bytes_of: Mapping[Any, int]  # read and written by each node, by the scheduler's own estimate
     user_outputs: frozenset[int]  # results that go to the program; the others are kept for the backward pass
     memory_taken: Mapping[str, str]  # by a buffer: the one whose memory it takes
 
@@ -37,8 +37,8 @@ def copied(module: GraphModule) -> GraphModule:
 
 
 def inline_regions(module: Any) -> bool:
-    """Have the calls of nested_compile_region in a graph of Dynamo's traced through; whether there are any. Inductor
-    lowers them as graphs of their own, whose values do not pose, and whose kernels no plan would see."""
+    """Inlines the calls of nested_compile_region in a graph of Dynamo's; whether there are any. Inductor would lower
+    them as graphs of their own, whose values do not pose, and whose kernels no plan would see."""
     found = False
     for part in module.modules():
         graph = getattr(part, "graph", None)
@@ -92,7 +92,7 @@ def lower(module: Any, given: Sequence[Any], options: dict[str, Any]) -> Lowered
                 graph._update_scheduler()
                 nodes = list(graph.scheduler.nodes)
                 outputs = frozenset(module.graph.output_node().meta.get("user_visible_output_idxs", ()))
-                nbytes = [node.get_read_write_buffers_sizes() for node in nodes]
+                nbytes = {node: node.get_read_write_buffers_sizes() for node in nodes}
                 return Lowered(graph, nodes, nbytes, outputs, memory_taken(graph, nodes))
 
 
@@ -104,7 +104,7 @@ def _lying_as(other: Any, value: Any) -> Any:
 
 
 def _tell_strides(graph: Any) -> None:
-    """torch asks how the results lie, and hands those that a backward graph takes over to it so."""
+    """Tells torch how the results lie: those that a backward graph takes are passed to it with these strides."""
     tracing = names.TRACING_CONTEXT.value()
     if tracing is None or tracing.output_strides is None:
         return

@@ -33,7 +33,7 @@ from flopmeter.records import (
 )
 from flopmeter.records.collectives import WAIT_OPS
 from flopmeter.torch_names.compiler import MEMORY_DEP
-from flopmeter.torch_names.operators import aten, of_tensors
+from flopmeter.torch_names.operators import aten, of_tensors, traced_size
 from flopmeter.trace.process_groups import with_groups
 from flopmeter.trace.tensor_specs import build_call
 
@@ -68,8 +68,8 @@ def _passes_on(target: Any) -> bool:
 
 
 def op_without_node(operation: Any) -> OpOverload | None:
-    """The op of a library call that a pattern of inductor put in the place of the program's ops, such as the matmul
-    with int8 weights. None if there is no such op of aten, or if it takes lists of tensors or writes into one."""
+    """The op of a library call that a pattern of inductor put in place of the program's ops, such as the matmul with
+    int8 weights. None if there is no such op of aten, or if it takes lists of tensors or writes into one."""
     found = getattr(operation, "op_overload", None)
     if found is None:
         name = (getattr(operation, "python_kernel_name", None) or "").rpartition(".")[2]
@@ -154,16 +154,12 @@ def _own_work(node: Any) -> _NodeWork | None:
         return None
     op_class, flops, functions = known
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
-    most = max((_traced(value.numel()) for value in inputs if isinstance(value, torch.Tensor)), default=0)
+    most = max((traced_size(value.numel()) for value in inputs if isinstance(value, torch.Tensor)), default=0)
     return _NodeWork(op_class, ((op_class, flops * most),), functions * most)
 
 
-def _traced(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
-
-
 def _work(node: Any, call: Call | None) -> _NodeWork:
-    """Of a node by the rules of `costs`. Views are element-wise and free."""
+    """The work of a node by the rules of `costs`. Views are element-wise and free."""
     if call is None and isinstance(node.target, HigherOrderOperator):
         return _scanned(node)
     own = _own_work(node)
@@ -178,13 +174,13 @@ def _work(node: Any, call: Call | None) -> _NodeWork:
 
 
 def _scanned(node: Any) -> _NodeWork:
-    """Of a scan, which combines each element with what came before it: once each, as a cumulative sum adds."""
+    """The work of a scan, which combines each element once with what came before it, as a cumulative sum adds."""
     combine = getattr(node.graph.owning_module, node.args[0].target)
     work = [_work(each, None) for each in combine.graph.nodes if is_work(each)]
     if any(each.op_class == UNCOUNTED for each in work):
         return _NodeWork(UNCOUNTED)
     (combined, *_), (slice_of_it, *_) = node.meta["val"], combine.graph.output_node().args[0]
-    length = _traced(combined.numel()) // max(1, _traced(slice_of_it.meta["val"].numel()))
+    length = traced_size(combined.numel()) // max(1, traced_size(slice_of_it.meta["val"].numel()))
     flops = sum(count for each in work for _, count in each.flops)
     return _NodeWork(REDUCTION, ((REDUCTION, length * flops),), length * sum(each.transcendentals for each in work))
 
@@ -221,7 +217,7 @@ def _call(node: Any) -> Call:
 def _result_bytes(node: Any) -> int:
     value = node.meta.get("val")
     held = value if isinstance(value, (list, tuple)) else (value,)
-    return sum(_traced(each.numel()) * each.dtype.itemsize for each in held if isinstance(each, torch.Tensor))
+    return sum(traced_size(each.numel()) * each.dtype.itemsize for each in held if isinstance(each, torch.Tensor))
 
 
 def _kept_class(target: Any, original: Any) -> str | None:
@@ -305,8 +301,8 @@ def _works_on(fx: Any, part: Any, steps: int, least: int) -> bool:
 
 
 def _row_sums(fx: Any, steps: int, is_backward: bool) -> Origin:
-    """What flex_attention leaves to kernels beside its template: to sum up the rows of out * grad_out, or to combine
-    the parts of the keys. Both multiply and add."""
+    """The part of flex_attention that its template leaves to other kernels: to sum the rows of out * grad_out, or to
+    combine the parts of the keys. Both multiply and add."""
     origin = _origin_with(fx, _NodeWork(REDUCTION, ((REDUCTION, 2 * steps),)), is_backward=is_backward)
     return origin._replace(op=f"{fx.target.name()}: row sums")
 

@@ -29,8 +29,8 @@ FRAME_WORDS = 1 << 17  # 1 MiB: its chunk, the next power of two, has as much ag
 
 
 def undisturbed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which compiles: its calls find their frames' room in one chunk, of which no more is touched than they
-    come to, and no garbage is collected meanwhile."""
+    """`function`, which compiles, without two delays: its frames find room in one chunk of memory (of which only what
+    they fill is touched), and no garbage is collected meanwhile."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         collects = gc.isenabled()
@@ -46,7 +46,7 @@ def undisturbed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def around_hash(plain: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Wraps the hash of what does not change."""
+    """Wraps the hash of an object that does not change."""
 
     @functools.wraps(plain)
     def kept(instance: Any) -> int:
@@ -83,7 +83,7 @@ def around_union(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def around_intersection(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The same of an intersection: torch's has the order of the smaller set, and of the second of two as large."""
+    """Wraps the intersection, whose order is that of the smaller set, or of the second of two equally large."""
 
     @functools.wraps(plain)
     def intersection(one: Any, other: Any) -> Any:
@@ -97,7 +97,7 @@ def around_intersection(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
 
 
 def around_difference(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wraps what takes a set of these out of another, in place."""
+    """Wraps what removes one set's elements from another, in place."""
 
     @functools.wraps(plain)
     def difference(one: Any, other: Any) -> Any:
@@ -112,8 +112,8 @@ def around_difference(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], 
 
 
 def around_origins(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps what tells from which ops the arguments of an op come that are no buffers yet. Of a list of tensors it need
-    not look at buffers, nor again at the list while the others in it are the same."""
+    """Wraps the search for the ops from which those arguments of an op come that are not buffers yet. In a list of
+    tensors it need not look at buffers, nor again at the list while the others in it are the same."""
     buffer = names.IR.owner.ComputedBuffer
     last: tuple[Any, list[Any], Any] = None, [], None  # a list, what is no buffer in it, where that comes from
 

@@ -38,7 +38,7 @@ from flopmeter.trace.recorder import Recorder
 compiled_kernel = Overloads(own).compiled_kernel.default
 """The op that stands for a kernel that inductor wrote; `kernel` holds a CompiledKernel."""
 
-CONVOLVED = 2  # tensors that a convolution takes beside its bias, which comes after them
+CONVOLVED = 2  # tensors that a convolution takes before its bias
 
 
 class Placed(NamedTuple):
@@ -52,7 +52,7 @@ class Placed(NamedTuple):
     device: str
 
     def spec(self, numbers: dict[str, int]) -> TensorSpec:
-        """In a call. `numbers`: of its buffers so far, to which that of this tensor is added."""
+        """The tensor's spec in a call. `numbers`: those of its buffers so far; this tensor's buffer is added."""
         number = numbers.setdefault(self.buffer, len(numbers))
         return TensorSpec(self.shape, self.stride, self.dtype, number, self.offset, self.device)
 
@@ -120,7 +120,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(lowered: Lowered, sizes: Sizes, recorder: Recorder, *, is_backward: bool) -> Plan:
-    """`recorder`: that of the program, which knows what custom ops run."""
+    """The plan of a scheduled graph. `recorder`: the program's, which knows what custom ops run."""
     with names.VIRTUALIZED.value.set_graph_handler(lowered.graph), no_dispatch_modes():
         return _Planner(lowered, sizes, recorder, is_backward).plan()
 
@@ -148,7 +148,7 @@ class _Planner:
                 self._parts.setdefault(self._source_of(node.node), []).append(node.node)
 
     def plan(self) -> Plan:
-        steps = tuple(map(self._step, self._lowered.nodes, self._lowered.bytes_of))
+        steps = tuple(map(self._step, self._lowered.nodes))
         masked = {
             step.depends: flex.splits_keys(node.get_template_node())
             for step, node in zip(steps, self._lowered.nodes, strict=True)
@@ -158,7 +158,7 @@ class _Planner:
         known = KnownInGraph(self._graph.graph, self._sizes, flex.mask_reads(masked))
         return Plan(tuple(self._graph.graph_input_names), steps, outputs, known, flex.Masks(masked, self._sizes))
 
-    def _step(self, node: Any, scheduler_bytes: int) -> PlanStep:
+    def _step(self, node: Any) -> PlanStep:
         frees = tuple(dict.fromkeys(self.base(name) for name in node.last_usage))
         made = self._made(node)
         if isinstance(node.node, self._ir.DeviceCopy) and _is_host(node):  # what the program reads there is not known
@@ -169,22 +169,22 @@ class _Planner:
             return PlanStep(made, None, (), None, frees)
         fx = flex.flex_node(node.get_template_node()) if node.is_template() else None
         if fx is not None:
-            return PlanStep(made, *self._attention(node, fx, scheduler_bytes), frees, fx)
-        launched, depends = self._launched(node.node, scheduler_bytes), None
+            return PlanStep(made, *self._attention(node, fx), frees, fx)
+        launched, depends = self._launched(node), None
         if launched is not None:
             call, buffers, kernel = launched
         elif isinstance(node, names.EXTERN_NODE.value):
-            call, buffers, kernel = self._library(node, scheduler_bytes)
+            call, buffers, kernel = self._library(node)
             fx = own_node(node.node)
             depends = fx if fx is not None and makers_of_lengths(fx) else None
         else:
             kind: KernelKind = "template" if node.is_template() else "triton"
             origins = origins_of(node.get_nodes(), self._sizes, self._is_backward, self._called)
-            call, buffers, kernel = self._written(node, kind, (*self._biases(node), *origins), scheduler_bytes)
+            call, buffers, kernel = self._written(node, kind, (*self._biases(node), *origins))
         return PlanStep(made, call, buffers, kernel, frees, depends)
 
     def _biases(self, node: Any) -> Iterator[Origin]:
-        """The biases of convolutions that the kernel adds; once each, however many kernels compute it again."""
+        """The biases of convolutions that the kernel adds, each once, however many kernels compute it again."""
         for part in node.get_nodes():
             read = {each.name for each in part.read_writes.reads}
             for fx, result in self._without_bias.items():
@@ -197,7 +197,7 @@ class _Planner:
     def _tensors_of(self, kernel: Any) -> list[Any]:
         return [each for each in _flat(kernel.inputs) if isinstance(each, self._ir.IRNode) and _is_tensor(each)]
 
-    def _written(self, node: Any, kind: KernelKind, origins: tuple[Origin, ...], scheduler_bytes: int) -> KernelCall:
+    def _written(self, node: Any, kind: KernelKind, origins: tuple[Origin, ...]) -> KernelCall:
         """A kernel that inductor writes: what it reads and writes, and its origins."""
         numbers: dict[str, int] = {}
         reads, writes = (self._touched(part, numbers) for part in self._regions.of(node))
@@ -205,7 +205,7 @@ class _Planner:
         rows, reduced = map(self._sizes, group[1]) if group and len(group[1]) == 2 else (1, 1)
         name = name_of([origin.op for origin in origins] or names_of(node)) or kind
         loops = (max(reduced, 1), rows, _is_inner(node))
-        kernel = CompiledKernel(name, kind, reads, writes, origins, scheduler_bytes, *loops)
+        kernel = CompiledKernel(name, kind, reads, writes, origins, self._lowered.bytes_of[node], *loops)
         read, written = map(_specs, (reads, writes))
         call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)
         return call, tuple(numbers), kernel
@@ -213,7 +213,7 @@ class _Planner:
     def _touched(self, part: Bytes, numbers: dict[str, int]) -> tuple[Region, ...]:
         return tuple(Region(self._placed(name).spec(numbers), nbytes) for name, nbytes in part)
 
-    def _attention(self, node: Any, fx: Any, scheduler_bytes: int) -> KernelCall:
+    def _attention(self, node: Any, fx: Any) -> KernelCall:
         """flex_attention, in a template of inductor's, with what fuses into its end."""
         numbers: dict[str, int] = {}
         template, parts = node.get_template_node(), node.get_nodes()
@@ -242,13 +242,14 @@ class _Planner:
             (*_in_full(call.inputs), *read),
             (*_in_full(each for each in call.outputs if each not in inner), *written),
             origins,
-            scheduler_bytes,
+            self._lowered.bytes_of[node],
         )
         inputs, outputs = (*call.inputs, *_specs(read)), (*call.outputs, *_specs(written))
         return replace(call, kwargs={"kernel": kernel}, inputs=inputs, outputs=outputs), tuple(numbers), kernel
 
-    def _launched(self, operation: Any, scheduler_bytes: int) -> KernelCall | None:
+    def _launched(self, node: Any) -> KernelCall | None:
         """The launch of a Triton kernel of the program's; None for anything else."""
+        operation = node.node
         if not isinstance(operation, self._ir.UserDefinedTritonKernel):
             return None
         numbers: dict[str, int] = {}
@@ -260,12 +261,11 @@ class _Planner:
             return self._sizes(value) if _is_symbolic(value) else value
 
         arguments = {name: argument(value) for name, value in operation.kwargs.items()}
-        made = launch_of(
-            operation, arguments, self._sizes, self._recorder, scheduler_bytes, is_backward=self._is_backward
-        )
+        nbytes = self._lowered.bytes_of[node]
+        made = launch_of(operation, arguments, self._sizes, self._recorder, nbytes, is_backward=self._is_backward)
         return None if made is None else (made[0], tuple(numbers), made[1])
 
-    def _library(self, node: Any, scheduler_bytes: int) -> KernelCall:
+    def _library(self, node: Any) -> KernelCall:
         fx = own_node(node.node)
         op = op_without_node(node.node) if fx is None else None
         if isinstance(node.node, self._ir.DeviceCopy):
@@ -278,13 +278,14 @@ class _Planner:
                 () if self._runs_graphs(node.node) else origins_of(node.get_nodes(), self._sizes, self._is_backward)
             )
             origins = origins or (uncounted_origin(node.node),)
-            return self._written(node, "library", origins, scheduler_bytes)
+            return self._written(node, "library", origins)
         else:
             call, buffers = self._call(node.node, fx)
             call = self._recorder.with_implementation(call)
             origin = origin_of(fx, call, is_backward=self._is_backward)
         reads, writes = map(_in_full, (call.inputs, call.outputs))
-        return call, buffers, CompiledKernel(call.name, "library", reads, writes, (origin,), scheduler_bytes)
+        nbytes = self._lowered.bytes_of[node]
+        return call, buffers, CompiledKernel(call.name, "library", reads, writes, (origin,), nbytes)
 
     def _runs_graphs(self, operation: Any) -> bool:
         """Whether it is control flow (torch.cond, while_loop): what its graphs compute is not known here."""
@@ -394,7 +395,7 @@ class _Planner:
                 return name
 
     def _placed(self, name: str) -> Placed:
-        """The whole buffer."""
+        """Where the whole buffer lies."""
         if name in self._graph.constants:
             return self._faked(self._graph.constants[name], name)
         held = self._graph.graph_inputs.get(name)

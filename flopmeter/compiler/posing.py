@@ -74,7 +74,7 @@ _ABSENT = object()
 
 
 def replace(undo: ExitStack, owner: Any, attribute: str, value: Any) -> None:
-    """Until `undo` is closed."""
+    """Replaces the attribute until `undo` is closed."""
     undo.callback(_restore, owner, attribute, vars(owner).get(attribute, _ABSENT))
     setattr(owner, attribute, value)
 

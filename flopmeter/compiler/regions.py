@@ -58,7 +58,7 @@ class Regions:
         return self._bytes(reads), self._bytes(writes)
 
     def _steps(self, node: Any) -> int:
-        """Of all loops of the node; 1 where it has none."""
+        """The number of iterations of all loops of the node; 1 where it has none."""
         return prod(self._sizes(size) for loops in node.get_ranges() for size in loops) if _is_loops(node) else 1
 
     def _read(self, node: Any) -> Iterator[Any]:
@@ -98,8 +98,8 @@ class Regions:
         return [(name, nbytes) for name, nbytes in found.items() if nbytes]
 
     def _elements(self, dep: Any, steps: int, indices: int | None) -> int:
-        """Elements that the loops of one access touch: those over which its index moves. If it looks its place up, so
-        many for each index; one for each of the `steps` of all loops, if the number of indices is not known."""
+        """Elements that the loops of one access touch: those over which its index moves. A lookup touches as many for
+        each index; where the number of indices is not known, one for each of the `steps` of all loops."""
         moved = prod(self._sizes(size) for var, size in dep.ranges.items() if var in dep.index.free_symbols)
         if not looks_up(dep):
             return moved

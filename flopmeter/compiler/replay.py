@@ -96,7 +96,7 @@ class Replay:
         return results
 
     def _told(self, step: PlanStep, known: Held, bodies: Mapping[Any, FlexBody]) -> Call:
-        """The step's call, with what this call of the graph knows of its work: the same one for the same knowledge."""
+        """The step's call, with what this call of the graph knows of its work; equal knowledge gives one object."""
         assert step.call is not None
         body = bodies.get(step.depends)
         groups = None if step.depends is None else groups_in(known, step.depends, self._recorder.values)
@@ -180,7 +180,7 @@ def _allocate(placed: Placed) -> Tensor:
 
 
 def _scratch() -> Tensor:
-    """A result that nobody reads."""
+    """A tensor for a result that nobody reads."""
     with no_dispatch_modes():
         return torch.empty(0, device="meta")
 
@@ -202,8 +202,9 @@ def _laid_out(output: Placed, tensor: Tensor) -> Tensor:
 
 
 class _Sources:
-    """The lines of the program that one call of a graph is of. Of a function of torch's own that the program compiles
-    (flex_attention, an optimizer's step) Dynamo knows torch's lines alone: then it is the line that called it."""
+    """The lines of the program behind one call of a graph. In a function of torch's own that the program compiles
+    (flex_attention, an optimizer's step) Dynamo knows only torch's lines: then it is the line that called the
+    function."""
 
     def __init__(self) -> None:
         self._caller: str | None = None
@@ -251,8 +252,8 @@ class _Paths:
 
 
 def _whose_method(values: Mapping[str, Any]) -> nn.Module | None:
-    """Of the function with these local variables: its first, or `self`, which Dynamo passes on in any place to the
-    function that it makes of what follows a graph break."""
+    """The module whose method has these local variables: the first one, or `self`, which Dynamo may pass in any place
+    to the function that it makes of what follows a graph break."""
     first = next(iter(values.values()), None)
     return next((value for value in (first, values.get("self")) if isinstance(value, nn.Module)), None)
 

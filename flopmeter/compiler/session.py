@@ -406,8 +406,7 @@ class Session:
         return layout
 
     def _around_call(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """torch calls this with a setting before each compiled call, and after the call with what it returned
-        before."""
+        """torch calls this with a setting before each compiled call, and after it with what it returned before."""
 
         def around(setting: Any) -> Any:
             if isinstance(setting, _Entered):
@@ -467,7 +466,7 @@ class Session:
 
 
 class _Entered:
-    """Handed to a compiled call on entering and back by it on leaving."""
+    """What a compiled call is given on entering and gives back on leaving."""
 
     def __init__(self, setting: Any) -> None:
         self.setting = setting
@@ -482,7 +481,7 @@ def _forget_codes(tracker: Any) -> None:
 
 
 def _function() -> str:
-    """'name (file:line)' of the function that Dynamo traces."""
+    """'name (file:line)' of the function that Dynamo is tracing."""
     context = names.TRACING_CONTEXT.value()
     code = context.traced_code[0] if context is not None and context.traced_code else None
     return name_of(code) if code else "a graph"

@@ -73,7 +73,7 @@ class Walk(NamedTuple):
     blocks_host: bool = False
 
     def over(self, operands: Sequence[TensorSpec]) -> Walk:
-        """The same of a kernel that walks these operands together, outputs first."""
+        """The same, for a kernel that walks these operands together, outputs first."""
         looked_up = index_operations(operands)
         return self._replace(
             index_operations=looked_up, scatter=scatter_of(operands), grid=elements_grid(operands, looked_up)
@@ -100,7 +100,8 @@ def walk(call: Call) -> Walk:
 
 
 def _reduction(call: Call, joining: tuple[int, int]) -> Walk:
-    """Of a reduction over some dimensions, or over all. `joining`: see above."""
+    """How a reduction over some dimensions, or over all, walks its input. `joining`: instructions to join two values,
+    and two in 16 bits."""
     x, dims = call.inputs[0], call.get("dim")
     has_indices = len(call.outputs) == 2 and call.func.overloadpacket in (aten.max, aten.min)
     operations = (_PAIR if has_indices else joining)[x.dtype in HALVES]
@@ -113,8 +114,8 @@ def _reduction(call: Call, joining: tuple[int, int]) -> Walk:
 
 
 def _copy(call: Call) -> Walk:
-    """Between host and device over their link, blocking unless asked not to; else a cast, a plain copy or a
-    change of layout.
+    """How a copy between host and device goes over their link, blocking unless asked not to; or how a cast, a plain
+    copy or a change of layout walks memory.
 
     Memory of the host that is not page-locked is staged. A new result there is page-locked if nothing waits for it
     (`_to_copy` in TensorConversions.cpp); in a program that cannot pin memory here, so counts what it does not wait
@@ -136,7 +137,7 @@ def _copy(call: Call) -> Walk:
 
 
 def cast_operations(source: torch.dtype, target: torch.dtype) -> int:
-    """For each element."""
+    """Integer operations of a cast, for each element."""
     if source == target or (source == torch.float32 and target in HALVES):
         return 0
     is_float8 = target.is_floating_point and target.itemsize == 1

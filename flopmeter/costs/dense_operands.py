@@ -39,7 +39,7 @@ def _is_for_cublas(call: Call, spec: TensorSpec) -> bool:
 
 
 def _is_for_group_norm(call: Call, spec: TensorSpec) -> bool:
-    """From torch 2.15 on it walks channels-last as they lie, where its result lies alike."""
+    """Whether group norm takes it as it lies: from torch 2.15 on also channels-last, if its result lies alike."""
     return _is_contiguous(call, spec) or any(out.stride == spec.stride for out in call.outputs)
 
 

@@ -87,7 +87,8 @@ def _template(
     passes: int = 1,
     repeated: int = 0,
 ) -> Cost:
-    """`passes` times over the scores, with score_mod in each; in a compiled graph also with what fuses into it."""
+    """The template, which goes `passes` times over the scores, with score_mod in each; in a compiled graph also with
+    what fuses into it."""
     body, kernel = _body(call), call.kwargs.get("kernel")
     after: tuple[Origin, ...] = ()
     backend: AttentionBackend = "flash" if body.splits_keys else "flex"
@@ -147,7 +148,7 @@ def _seen(call: Call, blocks: BlockCount, read: Iterable[TensorSpec | Region]) -
 
 
 def _flops_of(ops: Iterable[BodyOp]) -> tuple[int, int]:
-    """FLOPs, and how many of them are transcendental, of the ops on one score."""
+    """FLOPs of the ops on one score, and how many of them are transcendental."""
     costs = [cost for op in ops for cost in costs_of(Call(op.func, op.args, dict(op.kwargs), op.inputs, op.outputs))]
     return sum(cost.flops for cost in costs), sum(cost.transcendentals for cost in costs)
 

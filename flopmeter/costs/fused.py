@@ -13,7 +13,7 @@ from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION
 from flopmeter.records.powers_of_two import power_of_two_from
 
 MOST_NAMES = 6  # of ops, in a kernel's name
-# Inductor holds rows of up to so many elements in registers (should_use_persistent_reduction in
+# Inductor holds rows of up to this many elements in registers (should_use_persistent_reduction in
 # torch/_inductor/choices.py); longer ones are read again by what follows their reduction in the kernel.
 HELD_ROW_ELEMENTS = 1024
 

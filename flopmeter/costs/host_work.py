@@ -1,4 +1,4 @@
-"""What a program does on the CPU beside its device, in notes: what it computes takes no time in a prediction; what it
+"""What a program does on the CPU besides its device, in notes: what it computes takes no time in a prediction; what it
 copies takes the time of a guess."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def host_work_notes(trace: Trace) -> list[str]:
 
 
 def staging_notes(kernels: Iterable[Kernel], host: Host) -> list[str]:
-    """Of copies between the device and memory that is not page-locked, which the host copies itself first."""
+    """A note on copies between the device and memory that is not page-locked, which the host has to copy first."""
     nbytes = sum(kernel.cost.staged_bytes for kernel in kernels)
     if nbytes < LEAST_BYTES:
         return []
@@ -48,5 +48,5 @@ def staging_notes(kernels: Iterable[Kernel], host: Host) -> list[str]:
 
 
 def _is_of_numbers(call: Call) -> bool:
-    """An op whose tensors are all given as numbers, as TorchScript and casts do."""
+    """Whether all tensors of the op are given as numbers, as TorchScript and casts do."""
     return not call.inputs and bool(of_tensors(call.func._schema.arguments))

@@ -31,8 +31,8 @@ SINGLE_OPERATIONS = 8
 CAST_OPERATIONS = 40
 # An element-wise kernel whose operands have several types does the same: 12.6 million sums of an fp32 and a bf16 number
 # take 54 µs on an H100, of which their bytes take 43 (validation/traces, gpt2). Where it also finds the place of each
-# element, which it then loads and stores one by one in any case, it takes so many more: from quotients and products by
-# repeated rows, 24 to 35.
+# element, which it then loads and stores one by one in any case, it takes this many more: from quotients and products
+# by repeated rows, 24 to 35.
 SINGLE_CAST_OPERATIONS = 24
 # Types of 8 bits have kernels of their own (float8_copy_kernel_cuda in Copy.cu), which take four elements at a time and
 # convert by shifts, additions and comparisons (c10/util/Float8_e4m3fn.h).
@@ -88,9 +88,9 @@ def index_operations(operands: Sequence[TensorSpec]) -> int:
 
 
 def elements_grid(operands: Sequence[TensorSpec], operations: int) -> ThreadGrid | None:
-    """Of a kernel that takes so many operations to work out where its elements lie. A thread loads, computes and stores
-    one after another, since what it stores might be what it loads next. None where vectors are loaded, or nothing but
-    repeated elements, for which a thread does not wait."""
+    """The grid of a kernel that needs this many operations to work out where its elements lie. A thread loads, computes
+    and stores one element after another, since what it stores might be what it loads next. None where vectors are
+    loaded, or only repeated elements, for which a thread does not wait."""
     out, *inputs = operands
     if not operations or all(2 * spec.distinct_elements <= out.numel for spec in inputs):
         return None

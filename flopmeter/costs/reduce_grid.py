@@ -14,15 +14,15 @@ from flopmeter.records.powers_of_two import power_of_two_up_to
 MOST_THREADS, WARP_THREADS = 512, 32
 LOADS_AT_A_TIME = 4  # of a thread, and the elements of one load where these lie side by side (`vt0`)
 LEAST_CONTIGUOUS = 128  # inputs of an output, from which on a thread loads several side by side
-VALUES_OF_WARP = 16  # from so many for each thread, warp after warp, on, the warps of a block share an output
-VALUES_FOR_BLOCKS = 256  # and from so many on several blocks
+VALUES_OF_WARP = 16  # from this many per thread on, the warps of a block share an output
+VALUES_FOR_BLOCKS = 256  # and from this many on several blocks do
 
 # Integer instructions of a thread: offsets, with divisions by sizes that only the kernel's caller knows, and barriers.
 # Sums of 1,000,000 x 4, 163,840 x 49 and 524,288 x 49 on an H100, where threads are many and bytes few, ask for 100
 # to 120 (validation/traces, kernels_reduce).
 THREAD_OPERATIONS = 100
 
-# Registers of a thread that adds up so many outputs together, in profiles of torch 2.11 on an H100.
+# Registers of a thread by the number of outputs that it adds up together, in profiles of torch 2.11 on an H100.
 REGISTERS = {1: 32, 2: 40, 4: 54}
 
 # A block that scans rows adds in steps of 1, 2, 4, ... threads, each with a barrier: cycles of such a step, and integer
@@ -79,10 +79,10 @@ def scan_grid_of(x: TensorSpec, dim: int) -> ThreadGrid | None:
     rows = x.numel // size
     log_most = MOST_THREADS.bit_length() - 1
     log_columns = min(log_most, max(4, (log_most + (size - 1).bit_length() - (rows - 1).bit_length()) // 2))
-    rows_of_block, turns = 1 << (log_most - log_columns), ceil(size / (2 << log_columns))
-    operations = turns * SCAN_OPERATIONS * (log_columns + 3)
+    rows_of_block, rounds = 1 << (log_most - log_columns), ceil(size / (2 << log_columns))
+    operations = rounds * SCAN_OPERATIONS * (log_columns + 3)
     cycles = SCAN_CYCLES * (log_columns + 1)
-    return ThreadGrid(ceil(rows / rows_of_block), MOST_THREADS, turns, cycles=cycles, operations=operations)
+    return ThreadGrid(ceil(rows / rows_of_block), MOST_THREADS, rounds, cycles=cycles, operations=operations)
 
 
 def _outputs_together(wide: list[tuple[int, int, int]]) -> int:

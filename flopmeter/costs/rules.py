@@ -1,4 +1,4 @@
-"""The rule table: op -> function of its call. Rules live in the folders beside this file, by op class.
+"""The rule table: op -> function of its call. Rules live in the folders next to this file, by op class.
 
 A rule takes a `Call` and returns the `Cost` of each kernel that the op launches: one, several, or none
 (`FREE`). It states FLOPs; bytes follow from the touched-bytes law (traffic.py) unless it says otherwise.
@@ -50,7 +50,7 @@ from flopmeter.torch_names.operators import Absent
 Rule = Callable[[Call], "Cost | tuple[Cost, ...]"]
 _SameRule = TypeVar("_SameRule", bound=Rule)
 Touched = Iterable["TensorSpec | Region"] | int
-"""What a kernel reads or writes: whole tensors and parts of tensors; or so many bytes of what the law names."""
+"""What a kernel reads or writes: whole tensors and parts of tensors; or that many bytes of what the law names."""
 RULES: dict[OpOverloadPacket | OpOverload, Rule] = {}  # an overload's own rule goes before its packet's
 FREE: tuple[Cost, ...] = ()
 

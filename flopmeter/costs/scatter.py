@@ -22,7 +22,7 @@ LINE_BYTES, SECTOR_BYTES = 128, 32
 
 
 def scatter_of(operands: Sequence[TensorSpec]) -> Scatter:
-    """Of a kernel that walks these operands, outputs first."""
+    """How the accesses of a kernel are scattered that walks these operands, outputs first."""
     on_device, runs = walked_runs(operands)
     if not runs or not operands[0].numel:
         return Scatter()
@@ -35,7 +35,7 @@ def scatter_of(operands: Sequence[TensorSpec]) -> Scatter:
 
 @functools.lru_cache(4096)
 def _of_block(runs: tuple[MergedDimension, ...], operand: int, item_bytes: int, block: int) -> tuple[int, int, int]:
-    """Lookups, requests and lines of the first block in an operand, those left out that neighbours would need."""
+    """Lookups, requests and lines of the first block in an operand, in addition to those that neighbours would need."""
     offsets = [0]
     for size, steps in runs:
         wanted = min(size, ceil(block / len(offsets)))

@@ -71,7 +71,7 @@ def distinct_bytes(specs: Iterable[TensorSpec]) -> int:
 
 
 def _nbytes(group: list[TensorSpec]) -> int:
-    """Of regions of one storage."""
+    """The bytes that these regions of one storage cover together."""
     if len(group) == 1:
         return group[0].nbytes
     sizes = {spec.dtype.itemsize for spec in group}

@@ -66,7 +66,7 @@ def triton_kernel(call: Call) -> Cost:
 
 
 def triton_assumptions(kernels: Iterable[Kernel]) -> list[str]:
-    """Which way programs go is assumed where they ask for values in memory."""
+    """The assumption about which way programs go where they ask for values in memory."""
     bodies = [kernel.op.call.body for kernel in kernels]
     names = sorted({body.kernel for body in bodies if isinstance(body, TritonBody) and body.is_longest})
     return [f"programs of {', '.join(names)} go the longer way where values in memory decide which"] if names else []

@@ -16,8 +16,7 @@ def covered(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> TensorSpec:
-    """A part of x as large as what the windows along its last axes read. A sequence of one number stands for all
-    axes."""
+    """The part of x that windows along its last axes read, by size. A sequence of one number is for all axes."""
     axes = len(windows)
     per_axis = (of if len(of) == axes else tuple(of) * axes for of in (kernel, stride, padding, dilation))
     options = zip(windows, *per_axis, strict=True)

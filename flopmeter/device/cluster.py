@@ -191,7 +191,7 @@ class Cluster(SchemaRecord):
             )
 
     def _holds(self, world_size: int, used: int) -> bool:
-        """Whether it has so many GPUs, if of each node so many are used."""
+        """Whether it has that many GPUs if that many of each node are used."""
         nodes = 1 if self.inter is None else self.nodes
         return used <= self.gpus_per_node and (nodes is None or world_size <= nodes * used)
 

@@ -395,8 +395,8 @@ def _changed(base: Hardware, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keep_measured_limit(base: Hardware, values: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Another power limit does not change with how many watts for each FLOP/s the fractions were measured: two chips in
-    one reach what each of them does at half of their limit."""
+    """Another power limit does not change the watts per FLOP/s under which the fractions were measured: two chips in
+    one package reach what each of them does at half of their limit."""
     if "tdp_w" not in changes or base.tdp_w is None or values.get("achieved") is None:
         return
     change = changes.get("achieved") or {}
@@ -484,7 +484,7 @@ def _base(device: Hardware) -> str | None:
 
 
 def _unknown(name: str) -> str:
-    """What to say about a name that is neither a profile nor an alias."""
+    """The error's text for a name that is neither a profile nor an alias."""
     names = available_hardware()
     wanted = "-".join(name.lower().replace("_", " ").split()).removeprefix("nvidia-")
     family = [known for known in names if wanted and f"-{wanted}" in f"-{known}"]

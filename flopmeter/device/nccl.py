@@ -150,7 +150,7 @@ def filling_bytes(way: Way, nbytes: int, shape: GroupShape) -> float:
 
 
 def filling_seconds(way: Way, nbytes: int, shape: GroupShape, fabric: Fabric) -> float:
-    """Until every thread of a block has a word to send. (Simple's start holds it.)"""
+    """Seconds until every thread of a block has a word to send. (For Simple they are part of the start.)"""
     if way.protocol != "LL":
         return 0.0
     part = nbytes if way.algorithm == "tree" else nbytes / shape.ranks

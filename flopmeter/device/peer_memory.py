@@ -33,7 +33,7 @@ def all_reduce_seconds(nbytes: int, ranks: int, hardware: Hardware, cluster: Clu
     rate = cluster.intra.sustained_among(set(group))
 
     def read(part: float) -> float:
-        """So many bytes of each other rank: the first are there after two trips, to ask and to be answered."""
+        """Seconds to read that many bytes from each other rank: the first arrive after a request and its answer."""
         return 2 * trip + max(others * part / rate, 2 * trip * (part / BYTES_IN_FLIGHT - 1))
 
     one_stage = trip + read(nbytes) + trip

@@ -1,7 +1,7 @@
 """What a device draws, and how fast it runs within its power limit: one law for both.
 
-Energy. A multiply-add costs so many joules at the voltage of the boost clock, a byte from memory so many at any clock,
-and the device draws its idle power all the time.
+Energy. A multiply-add costs a number of joules at the voltage of the boost clock, a byte from memory a number at any
+clock, and the device draws its idle power all the time.
 
 Clock. Voltage falls with the clock: V / V_boost = 0.5 + 0.5 f / f_boost, never below 0.65. Arithmetic draws
 f V². So where a long run would need more than the limit, the clock falls to where f V² fits. Two parts of a generation
@@ -157,9 +157,9 @@ def unit(
     sustained: float | None = None,
     measured_limit_w: float | None = None,
 ) -> UnitPower:
-    """What a unit reaches. `picojoules` are those of a FLOP, `operand_picojoules` those of an operand from memory.
-    `burst` and `sustained` are measured shares of its peak, the latter under `measured_limit_w`; without either,
-    `typical` is the burst share.
+    """What a unit reaches. `picojoules`: for a FLOP; `operand_picojoules`: for an operand from memory. `burst` and
+    `sustained`: measured shares of its peak, the latter under `measured_limit_w`; without either, `typical` is the
+    burst share.
 
     A measured sustained share is kept: the law only says which part of what it lacks is the clock's. Where that would
     take a burst share above `ceiling`, the part needs less energy than its generation, as much as fits. Where both were

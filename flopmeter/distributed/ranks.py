@@ -48,17 +48,17 @@ def run_ranks(
             try:
                 with exchanged_through(mailbox):
                     results[rank] = run(rank)
-                del waits[rank]
-                if is_failed(results[rank]):  # others may wait for what it would have sent
-                    return {each: results[each] for each in sorted(results)}
-                for peer in sorted(set(peers(results[rank])) - results.keys() - waits.keys()):
-                    if len(results) + len(waits) < most:
-                        waits[peer] = None
             except NotSentYet as missing:
                 waits[rank] = missing.ticket
                 if missing.ticket.route.sender not in results:
                     waits.setdefault(missing.ticket.route.sender, None)
-    return {rank: results[rank] for rank in sorted(results)}
+                continue
+            del waits[rank]
+            if is_failed(results[rank]):  # others may wait for what it would have sent
+                return dict(sorted(results.items()))
+            unknown = sorted(set(peers(results[rank])) - results.keys() - waits.keys())
+            waits |= dict.fromkeys(unknown[: max(0, most - len(results) - len(waits))])
+    return dict(sorted(results.items()))
 
 
 def _stuck(tickets: list[Ticket], ended: Iterable[int]) -> str:

@@ -68,7 +68,7 @@ _MEANS = {BALANCED: " (what unknown scores pick takes turns)"}
 
 
 def guess_of_length(uses: Iterable[Assumption]) -> str:
-    """Which line decided by a guess how long the program runs; '' if none did."""
+    """The line that decided by a guess how long the program runs; '' if there is none."""
     uses = list(uses)
     if loop := max((use for use in uses if use.rule == LOOP_ENDS), key=lambda use: use.count, default=None):
         return (
@@ -170,8 +170,8 @@ class Assumptions:
         return counted
 
     def uses_in(self, ops: range | None) -> Iterator[Assumption]:
-        """Those while these ops ran, in the order of first use; None: all. What a program asks while it is set up
-        decides nothing of a step."""
+        """The assumptions used while these ops ran, in the order of first use; None: all. What a program asks during
+        set-up decides nothing about a step."""
         for use, when in self._uses.items():
             if count := len(when) if ops is None else sum(ops.start <= now <= ops.stop for now in when):
                 yield Assumption(*use, count)
@@ -188,8 +188,8 @@ def caller() -> str:
 
 
 def program_frame() -> FrameType | None:
-    """The innermost frame that belongs neither to torch nor to flopmeter nor to a dispatch mode. Where flopmeter called
-    the program, it is one of the program's."""
+    """The innermost frame that belongs neither to torch, nor to flopmeter, nor to a dispatch mode. Where flopmeter
+    called the program, it is one of the program's."""
     for frame in callers():
         code = frame.f_code
         if code.co_filename.startswith(_ASKING):  # what calls it is a command, or the line that asked

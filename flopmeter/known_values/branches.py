@@ -52,7 +52,7 @@ def _next_branch(instructions: Sequence[dis.Instruction], place: int) -> tuple[i
 
 
 def _raises(instructions: Sequence[dis.Instruction], place: int) -> bool:
-    """Whether what begins there leads to an error without another branch."""
+    """Whether the code there leads to an error without another branch."""
     for each in instructions[place:]:
         if each.opname == "RAISE_VARARGS":
             return True

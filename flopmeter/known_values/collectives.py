@@ -188,7 +188,7 @@ def reduce_scattered(call: Exchange) -> TargetValues | None:
 
 
 def gathered(call: Exchange) -> TargetValues | None:
-    """The result is one tensor for each that is sent, or one for each rank."""
+    """One result for each tensor that is sent, or one for each rank."""
     if call.targets == len(call.values):
         return TargetValues([value.flatten().repeat(call.size) for value in call.values])
     return TargetValues(call.values * call.size)
@@ -200,12 +200,12 @@ def broadcast(call: Exchange) -> TargetValues | None:
 
 
 def scattered(call: Exchange) -> TargetValues | None:
-    """Only the root has the whole."""
+    """The part of this rank; only the root has the whole."""
     return TargetValues([call.values[call.rank]], None) if call.is_root else None
 
 
 def exchanged(call: Exchange) -> TargetValues | None:
-    """All-to-all. Equal ranks all send to this rank what it sends to itself."""
+    """An all-to-all. Equal ranks all send to this rank what it sends to itself."""
     sent, received = (call.argument(f"{way}_split_sizes") or [] for way in ("input", "output"))
     is_functional = call.argument("group_name") is not None  # such an op lists the sizes even of equal parts
     if is_functional and len({*sent, *received}) == 1:

@@ -88,8 +88,8 @@ def index(known: Knowledge, call: Invocation) -> Any:
 
 
 def index_put(known: Knowledge, call: Invocation) -> Any:
-    """If several elements are written to the same position, torch does not say which one stays: the result is
-    unknown. A mask that is written into another one is a mask from there on, so that both pick as many."""
+    """The call with known values, unless several elements are written to one position: torch does not say which one
+    stays. A mask that is written into another one is a mask from then on, so that both pick as many."""
     target, indices, values = call.args[:3]
     if values.is_meta and values.dim():
         _assume_mask(known, call, values)
@@ -118,7 +118,7 @@ def scatter(known: Knowledge, call: Invocation) -> Any:
 
 
 def _read_index_lists(known: Knowledge, call: Invocation) -> None:
-    """Index tensors that torch made from lists of numbers become known, if the indexed tensor is known."""
+    """Makes index tensors known that torch made from lists of numbers, if the indexed tensor is known."""
     if not known.values.knows(call.args[0]):
         return
     unknown = [item for item in call.args[1] if item is not None and not known.values.knows(item)]
@@ -139,8 +139,7 @@ def _positions(known: Knowledge, mask: Tensor) -> list[Tensor]:
 
 
 def suppressed(known: Knowledge, call: Invocation) -> Any:
-    """torchvision's nms gives the places of the boxes that it keeps. mask_fraction: so large a share of them, evenly
-    spread."""
+    """torchvision's nms, which gives the places of boxes to keep: mask_fraction of all, evenly spread."""
     boxes = call.args[0]
     if not boxes.is_meta:
         return call.run()
@@ -157,8 +156,7 @@ def suppressed(known: Knowledge, call: Invocation) -> Any:
 
 
 def _assume_different(known: Knowledge, call: Invocation, fraction: float | None) -> Any:
-    """mask_fraction: so large a share of unknown numbers are different ones; which ones is not known. Stand-ins are
-    all alike."""
+    """mask_fraction: this share of unknown numbers differ from each other, though stand-ins are all alike."""
     numbers = call.tensors[0]
     n = numbers.numel()
     rule = "unknown numbers are alike" if fraction is None else f"mask_fraction={fraction:g} (of numbers, differ)"

@@ -55,7 +55,7 @@ def close_for(known: Knowledge) -> None:
 
 @contextmanager
 def known_in_this_thread(known: Iterable[Knowledge]) -> Iterator[None]:
-    """These, which another thread has opened, answer this one too."""
+    """In this context these, which another thread has opened, answer in this thread too."""
     before = _open.stack
     _open.stack = [*before, *known]
     try:
@@ -66,8 +66,7 @@ def known_in_this_thread(known: Iterable[Knowledge]) -> Iterator[None]:
 
 @contextmanager
 def as_torch_has_them() -> Iterator[tuple[Any, ...]]:
-    """In this context the functions that are patched here are torch's own again, so that Dynamo can trace them. Yields
-    them."""
+    """In this context the patched functions are torch's own again, so that Dynamo can trace them. Yields them."""
     patched = [(owner, name, getattr(owner, name)) for owner, name, _ in _originals]
     try:
         for owner, name, original in _originals:
@@ -109,7 +108,7 @@ _patches = SharedPatch(_install)
 
 
 def scripting_inside(around: Callable[[], AbstractContextManager[Any]], script: Callable[..., Any]) -> Any:
-    """torch.jit.script inside of `around`: it knows torch's own functions alone. It looks names up in the frame of its
+    """torch.jit.script inside of `around`: it only knows torch's own functions. It looks names up in the frame of its
     caller, which is one further away."""
 
     @functools.wraps(script)
@@ -152,8 +151,7 @@ def _constructor(original: Callable[..., Tensor], name: str, position: int) -> C
 
 
 def _bare(tensor: Tensor) -> Tensor:
-    """The tensor with the storage, without its wrappers of torch.func; since torch 2.15 constants have such
-    wrappers."""
+    """The tensor that owns the storage, without wrappers of torch.func. (Constants have these since torch 2.15.)"""
     while is_wrapped(tensor):
         tensor = get_unwrapped(tensor)
     return tensor

@@ -30,7 +30,7 @@ _MODULE = "transformers.generation.stopping_criteria"
 
 @contextmanager
 def sequences_go_on(known: Knowledge) -> Iterator[None]:
-    """While this context is open, transformers finds no end of a sequence in new tokens."""
+    """In this context transformers finds no end of a sequence in new tokens."""
     with (
         entered_once_imported(_MODULE, lambda: _sequences_go_on(known)),
         entered_once_imported(EARLY_STOP.module, lambda: _beams_go_on(known)),
@@ -54,7 +54,7 @@ def _sequences_go_on(known: Knowledge) -> Iterator[None]:
 
 @contextmanager
 def _beams_go_on(known: Knowledge) -> Iterator[None]:
-    """Beam search, whose sequences all end at once: no beam has ended before, and each holds as many tokens."""
+    """In beam search all sequences end at once: no beam has ended before, and each holds equally many tokens."""
     if not all(name.present() for name in (EARLY_STOP, FINISHED_BEAMS)):
         yield
         return
@@ -80,7 +80,7 @@ def _beams_go_on(known: Knowledge) -> Iterator[None]:
 
 
 def _assume(known: Knowledge, tensor: Any, value: int, asker: str, even_if_known: bool = False) -> None:
-    """An unknown tensor on meta has this value everywhere."""
+    """Gives an unknown tensor on meta this value everywhere."""
     if isinstance(tensor, Tensor) and tensor.is_meta and (even_if_known or not known.knows_all([tensor])):
         with no_modes():
             known.set_all(tensor, value)

@@ -57,7 +57,7 @@ def lengths(func: OpOverload, argument: Callable[[str], Any], values: Values) ->
 
 
 def by_name(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that were given, as the schema calls them."""
+    """The given arguments by the schema's names."""
     return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
 
 

@@ -104,7 +104,7 @@ _last: list[Any] = []  # the handle of the op that runs, which the program does 
 
 @contextmanager
 def exchanged_through(box: Mailbox) -> Iterator[None]:
-    """In this context the rank that runs reads from and writes to the mailbox."""
+    """In this context the running rank reads from and writes to the mailbox."""
     global mailbox
     mailbox = box
     try:

@@ -64,7 +64,7 @@ def rule_of(func: Any, assumptions: Assumptions) -> ValueRule:
 
 
 def _is_written(argument: Any) -> bool:
-    """Batch norms write to their running statistics, which most of their schemas do not say."""
+    """Whether the op writes to it. Batch norms write to running statistics, which most of their schemas conceal."""
     marked = argument.alias_info is not None and argument.alias_info.is_write
     return marked or argument.name in ("running_mean", "running_var")
 
@@ -79,8 +79,8 @@ def factory(known: Knowledge, call: Invocation) -> Any:
 
 
 def drawn(known: Knowledge, call: Invocation) -> Any:
-    """A permutation hangs on no data, so any is as good as a GPU's. It is drawn apart from the program's own numbers on
-    the CPU, which go on as if it were not."""
+    """A permutation depends on no data, so any is as good as a GPU's. It is drawn apart from the program's own random
+    numbers on the CPU, whose sequence does not change."""
     result = call.run()
     if result.is_meta and known.is_small(result):
         with no_modes():
@@ -122,7 +122,7 @@ def to_copy(known: Knowledge, call: Invocation) -> Any:
 
 
 def _sparse_on_meta(source: Tensor, dtype: torch.dtype) -> Tensor:
-    """torch's own copy to meta has no elements."""
+    """A sparse copy on meta with its elements, which torch's own copy loses."""
     with no_modes():
         if source.layout is torch.sparse_coo:
             indices, values = source._indices().to("meta"), source._values().to("meta", dtype)
@@ -170,8 +170,7 @@ def ask_copy(known: Knowledge, call: Invocation) -> Any:
 
 
 def blank(known: Knowledge, call: Invocation) -> Any:
-    """torch.empty of integers: a correct program writes each element before it reads it, so any initial value is
-    right."""
+    """torch.empty of integers: a program writes each element before it reads it, so any initial value will do."""
     result = call.run()
     if result.is_meta and is_discrete(result) and known.is_small(result):
         _start_blank(known, result)

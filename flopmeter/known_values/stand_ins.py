@@ -30,7 +30,7 @@ FLOAT, INTEGER, CONDITION = 1.0, 0, False
 
 
 def compared(known: Knowledge, call: Invocation) -> Any:
-    """A comparison with a number. Of an unknown float it is remembered what the stand-in would have answered."""
+    """Remembers, for a comparison of an unknown float with a number, what the stand-in would have answered."""
     result = known.replay(call)
     source, number = call.args[0], call.argument(1, "other")
     is_asked = known.assume.stands_in and source.is_meta and source.is_floating_point()
@@ -40,7 +40,7 @@ def compared(known: Knowledge, call: Invocation) -> Any:
 
 
 def keep(known: Knowledge, result: Any) -> None:
-    """Unknown integers among an op's results have stand-ins from here on."""
+    """Gives stand-ins to unknown integers among an op's results."""
     for tensor in tensors_in(result):
         if tensor.is_meta and is_count(tensor) and address(tensor) not in known.values.cells and spans_storage(tensor):
             with no_modes():
@@ -58,7 +58,7 @@ def of_number(known: Knowledge, number: Tensor, func: Any) -> float | int | bool
 
 
 def on_host(known: Knowledge, call: Invocation) -> Tensor:
-    """For a copy of an unknown tensor to the host: one of its shape, full of stand-ins."""
+    """A copy of an unknown tensor on the host: of the same shape, full of stand-ins."""
     (source, *_), dtype = call.args, call.kwargs.get("dtype")
     with no_modes():
         target = torch.empty_like(source, dtype=dtype or source.dtype, device="cpu")
@@ -66,7 +66,7 @@ def on_host(known: Knowledge, call: Invocation) -> Tensor:
 
 
 def into_host(known: Knowledge, call: Invocation) -> Tensor:
-    """For an unknown tensor that is copied into one of the host."""
+    """Fills a tensor of the host into which an unknown tensor is copied."""
     target, source = call.args[:2]
     return _sent(known, source, target, call.func)
 
@@ -95,8 +95,8 @@ def comes_back(known: Knowledge, source: Tensor) -> bool:
 def _noted(
     known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDITION
 ) -> tuple[float | int | bool, Assumption]:
-    """The stand-in for one number of the type, and its use, which is noted. `compared`: for a condition, the answer
-    unless the program fails with it.
+    """The stand-in for one number of the type; its use is noted. `compared`: for a condition, the answer unless the
+    program fails with it. Raises EndlessLoopError where one line asks forever.
 
     Raises EndlessLoopError where one line asks for ever.
     """

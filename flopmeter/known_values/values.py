@@ -111,7 +111,7 @@ class Values:
         return cell is not None and cell.is_stand_in
 
     def mark_as_stand_in(self, tensor: Tensor) -> None:
-        """What is kept of the tensor is no value of it, but stands in for one."""
+        """Marks what is kept of the tensor as a stand-in, not its value."""
         if (cell := self.cells.get(address(tensor))) is not None:
             cell.is_stand_in = True
 
@@ -128,7 +128,7 @@ class Values:
         return _like(tensor, cell.memory)
 
     def tell_of_read(self, tensor: Tensor, listener: Callable[[], object]) -> None:
-        """Call the listener when the tensor's value is read for the first time."""
+        """Calls the listener when the tensor's value is read for the first time."""
         if (place := address(tensor)) in self.cells:
             self._unread[place] = listener
 

@@ -100,7 +100,7 @@ def _marked(widened: Widened) -> CompiledRegion:
 
 
 def mode_of(trace: Trace) -> Mode:
-    """The mode in which the program itself ran: compiled if it called torch.compile, with CUDA graphs if it asked for
+    """The mode in which the program itself ran: compiled if it called torch.compile, CUDA graphs if it asked for
     them."""
     graphs = trace.compilation.graphs
     if graphs:

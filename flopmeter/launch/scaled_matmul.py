@@ -20,7 +20,7 @@ _HOPPER, _BLACKWELL = 9, 10  # majors
 
 
 def check_scales(kernels: Iterable[Kernel], hardware: Hardware) -> None:
-    """Raises HardwareError at the first one that torch has no kernel for. Other makers' devices are not checked."""
+    """Raises HardwareError at the first one that torch has no kernel for. Other vendors' devices are not checked."""
     if hardware.compute_capability is None:
         return
     for kernel in kernels:
@@ -41,7 +41,7 @@ def _check(call: Call, device: str, major: int) -> None:
 
 
 def _is_of_blocks(scale: TensorSpec) -> bool:
-    """One for a row has one column."""
+    """Whether a scale is for blocks: one for rows has one column."""
     return scale.dtype is torch.float32 and len(scale.shape) == 2 and min(scale.shape) > 1
 
 

@@ -144,8 +144,7 @@ class _StreamAssignment:
 
 
 def _communicator(kernel: Kernel, batch: int | None) -> tuple[int, ...]:
-    """The ranks of NCCL's communicator, which has a stream of its own: those of the group, or the pair of a single
-    message."""
+    """The ranks of NCCL's communicator, which has its own stream: the group, or the pair of a single message."""
     assert kernel.cost.collective is not None
     return kernel.cost.collective.ranks if batch is None else group_of(kernel.op.call).ranks
 

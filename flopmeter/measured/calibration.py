@@ -44,7 +44,7 @@ BUSY_SPREAD = 0.2  # spread of the quartiles that is called busy: on an idle mac
 OPS_PER_REPEAT = 200  # one op is too short for the clock
 DEPTH = 10  # of nested modules
 SMALL = 16  # elements: next to no work
-# ATen gives each thread at least so many elements of an element-wise op (at::internal::GRAIN_SIZE).
+# ATen gives each thread at least this many elements of an element-wise op (at::internal::GRAIN_SIZE).
 GRAIN_ELEMENTS = 32768
 LEAST_FLOOR_US = 0.1  # of a fork and join of threads; one thread needs none
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

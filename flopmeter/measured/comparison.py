@@ -79,7 +79,7 @@ def _device(path: Path, profile: Profile, hardware: AnyHardware | None) -> Hardw
 
 
 def _sharing(device: Hardware, ranks: int) -> Hardware:
-    """The ranks of a program copy to their devices at the same time; devices below one switch share its link."""
+    """The device with its share of the link: ranks copy at the same time, and a switch's devices share it."""
     sharers = _sharers(device, ranks)
     if device.pcie is None or sharers == 1:
         return device
@@ -99,7 +99,7 @@ class _Prediction(NamedTuple):
     model_flops: int
 
     def measured(self, calls: int, seconds: float, clocks: Clocks) -> CheckRow:
-        """The row of so many calls, that took so long together."""
+        """The row of these calls, which together took `seconds`."""
         sums = ("floor_seconds", "flops", "bytes")
         of_all = {name: getattr(self.row, name) * calls for name in sums}
         predicted = self.seconds[clocks] * calls
@@ -166,7 +166,8 @@ class _Pricer:
             self._alone_nanoseconds[key] += nanoseconds
 
     def _measured(self, event: OpEvent) -> int:
-        """cuDNN runs groups of a convolution, and layers of an LSTM, side by side on streams of its own."""
+        """Nanoseconds in which the event's kernels ran. cuDNN runs groups of a convolution, and layers of an LSTM, in
+        parallel on streams of its own."""
         spans = [one.span for one in event.all_launched()] if self.profile.is_cuda else [event.span]
         return _union_length(spans)
 
@@ -305,7 +306,7 @@ def _is_staged(launched: list[DeviceEvent]) -> bool | None:
 
 
 def _library_kernel(names: Iterable[str]) -> NamedKernel:
-    """The one whose name tells something; of several with different tiles none of these."""
+    """The kernel whose name tells something; if several have different tiles, none of their tiles."""
     kernels_of_library = {found for name in names if (found := named(name)) != UNNAMED}
     if len(kernels_of_library) == 1:
         return kernels_of_library.pop()
@@ -343,7 +344,7 @@ def _priced(
 
 
 def _of_clocks(clocks: Clocks, matmuls: Mapping[Clocks, float], asked: Clocks | None) -> Iterator[str]:
-    """Which clocks the prediction is of, and how far off the matmuls are at each. Nothing where all are the same."""
+    """The clocks of the prediction, and how far off the matmuls are at each. Nothing where all are the same."""
     if len(set(matmuls.values())) > 1:
         other = next(of for of in matmuls if of != clocks)
         why = "as asked" if asked else "to which the matmuls come nearer"
@@ -358,7 +359,7 @@ def _short(name: str) -> str:
 
 
 def _union_length(spans: Iterable[tuple[int, int]]) -> int:
-    """Of spans from a start to an end: time in several of them counts once."""
+    """The length of the union of these spans: time in several of them counts once."""
     total = until = 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, until))

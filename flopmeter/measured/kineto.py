@@ -44,7 +44,7 @@ class ProfileError(ValueError):
 
 
 class Span(NamedTuple):
-    """From start to end, in nanoseconds of the trace's clock."""
+    """A stretch of time, in nanoseconds of the trace's clock."""
 
     start: int
     end: int
@@ -303,8 +303,7 @@ def _device_name(document: Mapping[str, Any]) -> str | None:
 
 
 def _ranks(document: Mapping[str, Any]) -> int:
-    """The ranks of the program on this host: as many as it has, but at most one for each device that the trace
-    lists."""
+    """The ranks of the program on this host, at most one for each device that the trace lists."""
     devices, run = document.get("deviceProperties"), document.get("distributedInfo")
     world = run.get("world_size") if isinstance(run, dict) else None
     return min(world, len(devices)) if isinstance(world, int) and isinstance(devices, list) else 1

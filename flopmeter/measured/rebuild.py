@@ -45,11 +45,11 @@ _UNTOLD: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
 
 
 class NotRebuilt(Exception):  # noqa: N818  (no error of the caller's)
-    """Why the call of an op is not known."""
+    """Says why the call of an op is not known."""
 
 
 class _Mismatch(Exception):  # noqa: N818
-    """An overload that does not take such arguments."""
+    """Raised for an overload that does not take these arguments."""
 
 
 class _Traced(NamedTuple):
@@ -282,7 +282,7 @@ def _is_converted(wanted: str, value: Any) -> bool:
 
 
 def _parsed(text: str) -> Any:
-    """'True', '3', '0.5', '-inf' or '[1, 2]'."""
+    """The value of 'True', '3', '0.5', '-inf' or '[1, 2]'."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

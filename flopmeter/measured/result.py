@@ -89,7 +89,7 @@ class Check(Shown):
 
     @property
     def priced_share(self) -> float:
-        """Of the measured time of PyTorch's own (aten) ops, the part with a prediction."""
+        """The share of the measured time of PyTorch's own (aten) ops that has a prediction."""
         priced = sum(row.measured_seconds for row in self.rows)
         missed = sum(row.measured_seconds for row in self.unpriced if row.is_aten)
         return priced / (priced + missed) if priced else 0.0

@@ -49,7 +49,7 @@ def rotary_table(length: int, width: int, base: float, like: Tensor) -> tuple[Te
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + width/2) of x [..., length, width] by its angle."""
+    """Rotate each pair (i, i + width/2) of x [..., length, width] by its angle."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

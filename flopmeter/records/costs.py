@@ -74,7 +74,7 @@ class Cost:
     work: KernelWork  # what sort of kernel it is, and what the time model of that sort needs
     transcendentals: int = 0  # how many of the FLOPs are exp, log, tanh, erf, sqrt, sin, ...
     conversions: int = 0  # elements of one byte that the kernel makes floating-point ones of, and computes with
-    fused_multiply_add: bool = False  # all FLOPs beside those of matmuls are multiply-adds
+    fused_multiply_add: bool = False  # all FLOPs except those of matmuls are multiply-adds
     access: Access | None = None  # None: that of the op class
     blocks_host: bool = False  # the host waits for the result before it goes on (`item`, blocking copies)
 
@@ -104,7 +104,7 @@ class Cost:
 
     @property
     def staged_bytes(self) -> int:
-        """Those among them that the host copies itself, too."""
+        """Those of the link's bytes that the host has to copy itself first."""
         return self.work.link_bytes if isinstance(self.work, HostCopy) and self.work.is_staged else 0
 
     @property
@@ -119,7 +119,7 @@ class Cost:
 
     @property
     def masked_recomputed_flops(self) -> int:
-        """Of `recomputed_flops`, those that a mask hides: of each matmul it hides the same share."""
+        """Those of `recomputed_flops` that a mask hides: it hides the same share of each matmul."""
         if not isinstance(self.work, AttentionWork) or not self.masked_flops:
             return 0
         pairs = self.work.shape.heads * sum(count * queries * keys for count, queries, keys in self.work.shape.sizes)

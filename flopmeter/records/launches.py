@@ -33,8 +33,8 @@ class Placement(NamedTuple):
 
 
 class Life(NamedTuple):
-    """Of a block of memory: `born` is the index of the op before which it was taken, and it was given back before op
-    `died`; None: not until the end."""
+    """The life of a block of memory. `born`: the index of the op before which it was taken; `died`: that of the op
+    before which it was given back, None: not before the end."""
 
     nbytes: int
     born: int

@@ -1,4 +1,4 @@
-"""Powers of two beside a number, by which kernels choose threads and tiles."""
+"""The powers of two next to a number, by which kernels choose threads and tiles."""
 
 from __future__ import annotations
 

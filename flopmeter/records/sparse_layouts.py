@@ -9,7 +9,7 @@ COMPRESSED = (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse
 
 
 def pointers_and_indices(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a compressed tensor: where each row or column begins, and the columns or rows of its values."""
+    """Where each row or column of a compressed tensor begins, and the columns or rows of its values."""
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices()
     return tensor.ccol_indices(), tensor.row_indices()

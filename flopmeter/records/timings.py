@@ -9,7 +9,7 @@ Clocks = Literal["sustained", "burst"]  # of a long run under the power limit, o
 
 
 class RunClock(NamedTuple):
-    """At which clocks a run was priced, and what the device draws when it does nothing."""
+    """The clocks at which a run was priced, and what the device draws when idle."""
 
     clocks: Clocks
     ratio: float  # of the boost clock, on average over the work of the kernels
@@ -40,8 +40,8 @@ class Timing(NamedTuple):
 
     @property
     def is_compute(self) -> bool:
-        """Whether arithmetic bounds the work. Of a kernel with few FLOPs for its bytes it does not, however long its
-        tiles take that are mostly empty, as those of attention with one query."""
+        """Whether arithmetic bounds the work. It does not where a kernel has few FLOPs for its bytes, even if mostly
+        empty tiles take long, as in attention with one query."""
         return self.compute_seconds >= self.memory_seconds and not self.few_flops
 
     @property

@@ -1,4 +1,4 @@
-"""What the time model of each sort of kernel needs, beside FLOPs and bytes: one record for each sort.
+"""What the time model of each sort of kernel needs besides FLOPs and bytes: one record for each sort.
 
 A record has no defaults for what decides its time, so that mypy finds a fact that a rule forgot.
 """
@@ -34,7 +34,7 @@ class Matmul(NamedTuple):
 
 
 class Planes(NamedTuple):
-    """The shape of an image, or of filters: so many of them, each with channels at positions."""
+    """Images, or filters: how many there are, their channels, and their positions."""
 
     images: int
     channels: int
@@ -47,7 +47,7 @@ class Planes(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """The shape of a convolution, beside its implicit GEMM (a Matmul whose batch is the number of groups)."""
+    """The shape of a convolution, besides its implicit GEMM (a Matmul whose batch is the number of groups)."""
 
     channels: int  # of the input that each filter sees: input channels over groups
     kernel: tuple[int, ...]
@@ -98,19 +98,19 @@ class AttentionShape(NamedTuple):
 
     @property
     def all_queries(self) -> int:
-        """Of all sequences."""
+        """Queries of all sequences."""
         return sum(count * queries for count, queries, _ in self.sizes)
 
     @property
     def all_keys(self) -> int:
-        """Of all sequences."""
+        """Keys of all sequences."""
         return sum(count * keys for count, _, keys in self.sizes)
 
 
 class BlockTime(NamedTuple):
     """How long a block with one row stays on an SM of NVIDIA, in clock cycles."""
 
-    alone: int  # beside no others and without its accesses to memory, whose threads do one thing after another
+    alone: int  # with no others on the SM, without its accesses to memory; its threads do one thing after another
     among_others: int  # on a full SM, until the next is in its place, without operations on elements
 
 
@@ -132,7 +132,7 @@ class Reread(NamedTuple):
     operations: int = 0  # operations by which each of these threads combines its partial result with those of others
     accesses: int = 0  # memory accesses of each of these threads, one after another; 0: not known to bound it
     amd_threads: int = 0  # the same on AMD, whose warps have 64 threads, if it differs there
-    is_kernel: bool = False  # a kernel of its own that the op launches beside the one that reads and writes the rest
+    is_kernel: bool = False  # a kernel of its own, next to the one that reads and writes the rest
     element_operations: int = 0  # of each thread on its elements, of every kind: loads, addresses, functions, casts
     block: BlockTime | None = None  # if it is known; `element_operations` are then of NVIDIA's, `operations` of others'
     registers: Registers = ()
@@ -244,8 +244,7 @@ class ThreadGrid(NamedTuple):
 
 
 class Scatter(NamedTuple):
-    """What the warps of a kernel ask caches for because neighbouring threads take elements that lie far apart: beside
-    what they would ask for if these were neighbours."""
+    """What warps ask caches for in addition because neighbouring threads take elements that lie far apart."""
 
     lookups: int = 0  # of lines, in an SM's first-level cache
     requests: int = 0  # of these to the second level, if the first keeps what a block has touched

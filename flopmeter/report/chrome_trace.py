@@ -85,7 +85,7 @@ def _events_together(reports: Mapping[str, Report]) -> Iterator[Event]:
 
 
 def _write(report: Report, events: Iterator[Event], path: str | os.PathLike[str]) -> None:
-    """The facts of `report` about the device and about assumptions go into the file."""
+    """Writes the file, with the facts of `report` about the device and about assumptions."""
     head = {
         "displayTimeUnit": "ms",
         "deviceProperties": [{"id": 0, "name": report.hardware.title}],

@@ -60,7 +60,7 @@ RAW_NAMES = ("name", *(column.key for column in COLUMNS if column.key))
 
 
 def share_of(column: ReportColumn, row: Row, report: Report) -> float:
-    """In percent of the column's whole; 0 if the whole is 0."""
+    """The share of the column's whole, in percent; 0 if the whole is 0."""
     return percent_of(column.value(row), column.whole(report) if column.whole else 0.0)
 
 

@@ -18,7 +18,7 @@ LARGEST = 5  # kernels by the bytes that they move
 
 
 def in_short(graphs: tuple[CompiledGraph, ...]) -> Iterator[str]:
-    """For the summary of a report: one line of counts, one for each break and for each recompilation."""
+    """The summary for a report: one line of counts, one for each break and for each recompilation."""
     ran = [graph for graph in graphs if graph.calls]
     if not ran:
         return

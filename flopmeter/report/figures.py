@@ -125,7 +125,7 @@ class Roof(NamedTuple):
         return min(self.flop_per_s, intensity * self.bytes_per_s)
 
     def line(self, least: float, most: float, *, sustained: bool = False) -> list[tuple[float, float]]:
-        """Its corners (FLOP/B, FLOP/s) from the least to the most intensity, by the datasheet or as sustained."""
+        """Its corners (FLOP/B, FLOP/s) from the least to the greatest intensity, by the datasheet or as sustained."""
         flop_per_s, bytes_per_s = self.flop_per_s, self.bytes_per_s
         if sustained:
             flop_per_s, bytes_per_s = self.sustained_flop_per_s, self.sustained_bytes_per_s
@@ -175,7 +175,7 @@ _LABEL_ROOM = 2.5  # above the highest roof, times its height
 
 
 def ranges(rooflines: Sequence[Roofline]) -> tuple[Range, Range]:
-    """Of intensity and of FLOP/s, as wide as the dots and the ridge points of all of them."""
+    """The ranges of intensity and of FLOP/s that hold all dots and ridge points."""
     shown = [dot for each in rooflines for dot in each.dots]
     peak = max(each.products.flop_per_s for each in rooflines)
     ridges = [roof.flop_per_s / roof.bytes_per_s for each in rooflines for roof in (each.products, each.vector)]
@@ -296,7 +296,7 @@ def _phase_starts(report: Report) -> list[tuple[str, int]]:
 
 
 def modules_to_depth(report: Report, most: int) -> tuple[list[Row], int | None]:
-    """The module tree to the depth at which it has at most so many rows (one level at least), and that depth;
+    """The module tree to the depth at which it has at most that many rows (one level at least), and that depth;
     None: all of it."""
     rows = report.rows("module")
     if len(rows) <= most:

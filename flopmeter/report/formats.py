@@ -43,8 +43,8 @@ def table(report: Report, rows: list[Row], name: str, tablefmt: str = "simple", 
 
 
 def _in_fitting_unit(column: ReportColumn, rows: Sequence[Row]) -> ReportColumn:
-    """In mega or kilo where the whole table has less than a tenth of a giga; what is read and what is written have
-    one unit."""
+    """The column in mega or kilo where the whole table has less than a tenth of a giga. What is read and what is
+    written have one unit."""
     if column.scale != GIGA:
         return column
     alike = [other for other in IN_TEXT if (other.unit, other.scale) == (column.unit, GIGA)]

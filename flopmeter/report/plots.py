@@ -97,7 +97,7 @@ def _pixel(panel: Any, dot: Dot) -> tuple[float, float]:
 
 
 def _number_dots(panel: Any, shown: Roofline, named: Sequence[Dot], heights: Sequence[float]) -> None:
-    """A number beside each of these dots. `heights`: of roofs that have a text."""
+    """Writes a number next to each of these dots. `heights`: those of roofs that have a text."""
     per_point = panel.figure.dpi / 72
     points = [_pixel(panel, dot) for dot in named]
     radii = [per_point * (_dot_area(dot.seconds, shown) ** 0.5) / 2 for dot in named]
@@ -119,7 +119,7 @@ def _number_dots(panel: Any, shown: Roofline, named: Sequence[Dot], heights: Seq
 
 
 def _key_line(number: int, dot: Dot, shown: Roofline) -> str:
-    """A fused kernel names every op in it: it is cut to what a panel is wide."""
+    """One line of the key. A fused kernel names every op in it, so the line is cut to the width of a panel."""
     rest = (
         f"{f' ×{dot.calls}' if dot.calls > 1 else ''} in {dot.module}, {100 * dot.seconds / shown.kernel_seconds:.0f} %"
     )
@@ -129,7 +129,7 @@ def _key_line(number: int, dot: Dot, shown: Roofline) -> str:
 
 
 def _dot_area(seconds: float, shown: Roofline) -> float:
-    """Points²."""
+    """The area of a dot, in points²."""
     return 12 + _LARGEST_DOT * seconds / shown.kernel_seconds
 
 
@@ -208,13 +208,12 @@ def _fewer(report: Report, by: By, most: int) -> list[Row]:
 
 
 def _bar_name(row: Row, by: By) -> str:
-    """A module without its root, which all share."""
+    """The module's path without its root, which all share."""
     return (row.name.partition(".")[2] or row.name) if by == "module" else row.name
 
 
 def memory_timeline(report: Report) -> Any:
-    """What is alive by category, over the wall-clock (in a mode that fuses nothing) and at each op, and what the device
-    has."""
+    """What is alive by category, over the wall-clock (in a mode without fusion) and at each op, and the limit."""
     shown = memory_picture(report)
     if shown is None:
         raise PlotError("the program holds no memory on its device")

@@ -38,8 +38,7 @@ def scale(values: Iterable[float], unit: str) -> tuple[float, str]:
 
 
 def decimal(value: float, digits: int = 2) -> str:
-    """A figure with `digits` digits after the point. One that would round to zero is written as less than the last
-    digit."""
+    """A figure with `digits` digits after the point; less than the last digit where it would round to zero."""
     least = 10.0**-digits
     if value == 0:
         return "0"
@@ -74,7 +73,7 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def percent_of(part: float, whole: float) -> float:
-    """0 where the whole is nothing."""
+    """The share in percent; 0 where the whole is nothing."""
     return 100 * part / whole if whole else 0.0
 
 

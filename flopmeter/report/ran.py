@@ -74,8 +74,8 @@ def _started_as() -> str:
 
 
 def _inputs(trace: Trace) -> list[str]:
-    """Tensors on the device without a role (weights, states), and what the host sends it. What the host only reads is
-    none, nor is a scalar, such as the factor of a GradScaler."""
+    """Tensors on the device without a role (weights, states), and those that the host sends to it. Leaves out what only
+    the host reads, and scalars such as the factor of a GradScaler."""
     device, found = trace.device, dict[int, TensorSpec]()
     for op in trace.ops:
         call = op.call
@@ -90,6 +90,6 @@ def _inputs(trace: Trace) -> list[str]:
 
 
 def _steps(trace: Trace) -> int:
-    """Each after a backward pass: what runs between two updates of one step is not another step."""
+    """Steps of optimizers, each after a backward pass: further updates before the next one belong to the same step."""
     phases = [op.phase for op in trace.ops if op.phase in ("backward", "optimizer")]
     return sum(now == "optimizer" != before for before, now in zip(["", *phases], phases, strict=False))

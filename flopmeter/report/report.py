@@ -74,8 +74,7 @@ class Report:
 
     @cached_property
     def headline(self) -> str:
-        """What ran, where, in which type and mode. A module that hardly takes time (a loss) is not named beside
-        others."""
+        """What ran, where, in which type and mode. A module that takes hardly any time (a loss) is not named."""
         seconds: dict[str, float] = defaultdict(float)
         for kernel, timing in zip(self.kernels, self.timings, strict=True):
             for name in dict.fromkeys(op.module.split(".")[0] for op in kernel.ops):
@@ -362,7 +361,7 @@ class Report:
         return VIEWS["notebook"](self)
 
     def counted_flops(self, cost: Cost) -> int:
-        """Of one kernel, in the stated convention."""
+        """FLOPs of one kernel, in the stated convention."""
         return cost.flops - (cost.masked_flops if self.causal == "exact" else 0)
 
     def counted_model_flops(self, kernel: Kernel) -> int:

@@ -59,13 +59,13 @@ class RowTotals:
 
 
 def _kernel(kernel: Kernel) -> tuple[str]:
-    """The op, its class where it launches several kernels, and the shapes that it reads."""
+    """The name of a kernel's row: the op, its class where it launches several kernels, and the shapes that it reads."""
     cost = kernel.cost
     return (f"{cost.name} ({cost.op_class}) {shapes_of(kernel.op.call.inputs)} {cost.dtype}",)
 
 
 def shapes_of(specs: Sequence[TensorSpec]) -> str:
-    """Of the first four: '[8,64] [64,64] …'."""
+    """The shapes of the first four: '[8,64] [64,64] …'."""
     return " ".join(str(list(spec.shape)).replace(" ", "") for spec in specs[:4]) + " …" * (len(specs) > 4)
 
 
@@ -79,7 +79,7 @@ def _ancestors(kernel: Kernel) -> tuple[str, ...]:
 
 
 def _as_tree(rows: list[Row]) -> list[Row]:
-    """Parents before their children, siblings in order of appearance."""
+    """The rows with parents before their children, siblings in order of appearance."""
     order = {row.name: place for place, row in enumerate(rows)}
 
     def key(row: Row) -> list[int]:

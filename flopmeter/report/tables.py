@@ -37,8 +37,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class ColumnOf(Generic[RowType]):
-    """A column of a table whose rows have one type: `value` takes a figure from a row, in SI units, and `show` writes
-    it."""
+    """A column of a table of records: `value` takes a figure from a row, in SI units, and `show` writes it."""
 
     heading: str
     value: Callable[[RowType], Any]
@@ -50,7 +49,7 @@ class ColumnOf(Generic[RowType]):
 
 
 def table_of(columns: Iterable[ColumnOf[RowType]], rows: Iterable[RowType], *, hides_unknown: bool = False) -> Table:
-    """`hides_unknown` leaves out the columns that have no figure in any row."""
+    """A table with a row for each record. `hides_unknown` leaves out the columns that have no figure in any row."""
     rows = list(rows)
     filled = [(Column(column.heading, column.side), [column.cell(row) for row in rows]) for column in columns]
     if hides_unknown:

@@ -54,7 +54,7 @@ def cautions(report: Report) -> list[str]:
 
 
 def _of_first_step(report: Report) -> str:
-    """That the run is a first step and a later one another; '' if it is not."""
+    """A note that the run is a first step, which later ones differ from; '' if it is not."""
     later = report.later_step_seconds
     if later is None or later > (1 - LEAST_GAIN) * report.seconds:
         return ""
@@ -65,7 +65,7 @@ def _of_first_step(report: Report) -> str:
 
 
 def in_lines(shown: WhereToWin | None) -> list[str]:
-    """As text; no line for None."""
+    """The same as lines of text; no line for None."""
     if shown is None:
         return []
     lines = [shown.heading]
@@ -105,8 +105,8 @@ def _heading(report: Report) -> str:
 
 
 def _nearness(report: Report, floor: float) -> str:
-    """The floor that the run is near to. Compute or memory is named only if the run is near that floor, since kernels
-    may reach far less."""
+    """The floor that the run is near to. Compute or memory is only named if the run is near it, since kernels may reach
+    far less."""
     if report.regime in ("compute", "memory") and floor < NEAR_FLOOR * report.seconds:
         return f"near the floor of the kernels that there are, {report.regime}-bound but above that of the device"
     return f"near its floor, {_FLOORS[report.regime]}"

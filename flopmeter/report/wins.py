@@ -25,14 +25,15 @@ class HotSpot(NamedTuple):
 
     @property
     def over_floor(self) -> float:
-        """Seconds."""
+        """Seconds above the floor."""
         return self.seconds_now - self.floor_seconds
 
 
 class Advice(NamedTuple):
     """A change of the program that the model itself has priced. All of it is wall-clock.
 
-    `seconds_now - seconds_then` is what the whole run wins, also where the change helps kernels beside those of `what`.
+    `seconds_now - seconds_then` is what the whole run wins, also where the change helps other kernels than those of
+    `what`.
     """
 
     what: str  # the kernels that the change is about

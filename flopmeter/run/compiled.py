@@ -36,7 +36,7 @@ _BACKENDS = (False, False, True, True)  # benchmark, deterministic, cudnn_enable
 
 
 class _Untraced(TorchDispatchMode):
-    """While torch.jit.trace writes down an op, sizes are tensors, from which no kernel in Python computes a shape. What
+    """While torch.jit.trace records an op, sizes are tensors, from which no kernel in Python can compute a shape. What
     runs below the op is no part of the trace, which pauses there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,12 +57,12 @@ def _set_tracing(state: Any) -> None:
 
 
 def _traced_again() -> AbstractContextManager[None]:
-    """Below an op that is traced nothing is; but here."""
+    """Resumes the trace, which pauses below an op."""
     return switched_on("Tracer")
 
 
 def jit(named: NamedCuda, note: Callable[[str], None], aside: Callable[..., Callable[..., Any]]) -> Iterator[Patch]:
-    """What TorchScript makes from a model on the GPU. TensorBoard, too, asks for a trace."""
+    """What TorchScript makes of a model on the GPU. TensorBoard asks for a trace, too."""
     trace = aside(torch.jit.trace)
 
     @functools.wraps(trace)
@@ -90,7 +90,7 @@ def jit(named: NamedCuda, note: Callable[[str], None], aside: Callable[..., Call
 
 
 def _kept_on(switch: Callable[[bool], bool], note: Callable[[str], None]) -> Callable[[bool], bool]:
-    """The fuser of TorchScript's older executor knows no meta tensors ("Unknown device for graph fuser")."""
+    """Keeps TorchScript's older executor from fusing, which knows no meta tensors ("Unknown device for ...")."""
 
     def switched(is_on: bool) -> bool:
         if not is_on:
@@ -146,8 +146,7 @@ class Tracing:
         return Patch(importlib.import_module(PIN_BATCHES), "pin_memory", pin_memory, "they run beside the program")
 
     def tables(self, answers: list[Patch]) -> list[Patch]:
-        """What makes Dynamo's tables, and compiles TorchScript, with torch as it is, also without the `answers` of
-        torch.cuda."""
+        """Compilers make their tables, and script, with torch as it is, without the `answers` of torch.cuda."""
 
         @contextmanager
         def around() -> Iterator[None]:

@@ -78,7 +78,7 @@ _RUNTIME = types.SimpleNamespace(
 
 
 class _CurrentDevice:
-    """torch.cuda.device: a context, and a type of which programs ask whether a device is one."""
+    """torch.cuda.device: a context, and a type that programs test devices against."""
 
     choose: ClassVar[Any]  # called with a device
 
@@ -93,7 +93,7 @@ class _CurrentDevice:
 
 
 class CudaModule:
-    """The answers, for a device of which `named.count` are there."""
+    """The answers of torch.cuda. `named.count`: how many devices there are."""
 
     def __init__(self, hardware: Hardware, target: CudaTarget, named: NamedCuda, memory: DeviceMemory, clock: Any):
         self._note = clock.note
@@ -137,7 +137,7 @@ class CudaModule:
         yield Patch(profiler, "__init__", self._host_alone(profiler.__init__), "there is no device to profile")
 
     def _triton_patches(self) -> Iterator[Patch]:
-        """Of Triton's driver, which programs ask for the device, and for what its do_bench needs."""
+        """Patches of Triton's driver, which programs ask for the device, and of what its do_bench needs."""
         if (module := sys.modules.get("triton.backends.nvidia.driver")) is None:
             return
         utilities = types.SimpleNamespace(get_device_properties=lambda device: self._facts_for_triton())
@@ -286,7 +286,7 @@ class CudaModule:
         return DeviceProperties(**facts)
 
     def _idle(self, name: str, value: int, unit: str) -> Callable[..., int]:
-        """Programs ask which GPU is free."""
+        """Utilization 0, since programs ask which GPU is free."""
 
         def answered(device: Any = None) -> int:
             self._note(f"{name} was answered {value} {unit}: no GPU runs")
@@ -300,7 +300,7 @@ class CudaModule:
         return {} if mhz is None else {"clock_rate": self._idle("torch.cuda.clock_rate", round(mhz), "MHz")}
 
     def _host_alone(self, make: Callable[..., None]) -> Callable[..., None]:
-        """torch.profiler without the activities of the device, of which it would warn at each op."""
+        """torch.profiler without the device's activities, about which it would warn at each op."""
 
         @functools.wraps(make)
         def init(profile: Any, *args: Any, **kwargs: Any) -> None:
@@ -408,7 +408,7 @@ def _rng_state(device: Any = "cuda") -> torch.Tensor:
 
 
 class _Generator:
-    """Of a GPU's random numbers: Megatron-Core keeps and sets the states of torch.cuda.default_generators."""
+    """A GPU's generator of random numbers: Megatron-Core keeps and sets the states of torch.cuda.default_generators."""
 
     def get_state(self) -> torch.Tensor:
         return _rng_state()
@@ -435,5 +435,5 @@ _ABOUT_RANDOM: Mapping[str, Any] = {
 
 
 def _is_built() -> bool:
-    """False for the compiler, whose modules import then what only CUDA builds have."""
+    """Whether torch is built with CUDA: no for the compiler, whose modules would import what only CUDA builds have."""
     return not str(sys._getframe(1).f_globals.get("__name__", "")).startswith(INDUCTOR)

@@ -29,8 +29,8 @@ _NCCL = ("is_available", "version")  # the same without a device
 
 
 def absent(name: str, original: Any = None) -> Any:
-    """In place of what the module has by that name. A class stays one and a function one with its `__wrapped__`: Dynamo
-    compares values with them."""
+    """What stands in place of a name of the module. A class stays a class, and a function keeps its `__wrapped__`:
+    Dynamo compares values with them."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{name} is not there under flopmeter: no GPU runs, and its model does not tell it")

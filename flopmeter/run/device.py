@@ -52,7 +52,7 @@ _tensor: Any = torch.Tensor
 
 
 def _true(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A getter or a setter of torch's own. A function mode would look it up by its name, and find ours."""
+    """A getter or setter of torch's own. A function mode would look it up by name, and find ours."""
 
     def call(*args: Any) -> Any:
         if not function_mode_count():
@@ -211,7 +211,7 @@ class NamedCuda:
         )
 
     def _scatter(self) -> Callable[..., Any]:
-        """nn.DataParallel copies the batch to its GPUs; with one it does no more than that."""
+        """nn.DataParallel copies the batch to its GPUs; with one it does only that."""
 
         def scatter(module: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
             for device in device_ids:
@@ -346,14 +346,14 @@ class NamedCuda:
 
 
 def allowed_on_lazy_parameters(patches: Iterable[Patch]) -> Patch:
-    """Parameters of nn.LazyLinear and its kin, which have no shape yet, refuse all but a list of methods."""
+    """Parameters such as those of nn.LazyLinear, which have no shape yet, refuse all but a list of methods."""
     allowed = lazy_type._allowed_methods
     ours = [patch.value for patch in patches if patch.owner is Tensor and getattr(Tensor, patch.name) in allowed]
     return Patch(lazy_type, "_allowed_methods", [*allowed, *ours], "lazy parameters move to the named device")
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
-    """`tensor.data = data`: between CPU and CUDA torch changes what is inside; between CPU and meta it refuses."""
+    """`tensor.data = data`: torch replaces the contents between CPU and CUDA, and refuses to between CPU and meta."""
     if _true_is_meta(tensor) == _true_is_meta(data) or tensor.grad is not None:
         _set_true_data(tensor, data)
         return
@@ -365,8 +365,8 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
 
 @contextmanager
 def _parameters_keep_identity(module: Module) -> Iterator[None]:
-    """Between CPU and CUDA a module's parameters stay the same objects, which an optimizer may hold already. Between
-    CPU and meta torch makes new ones, unless it is told to swap what is inside."""
+    """Between CPU and CUDA a module's parameters stay the same objects, which an optimizer may already hold. Between
+    CPU and meta torch makes new ones, unless it is told to swap their contents."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -378,8 +378,8 @@ def _parameters_keep_identity(module: Module) -> Iterator[None]:
 
 @contextmanager
 def _is_itself(*tensors: Tensor) -> Iterator[None]:
-    """torch.utils.swap_tensors swaps more than what is inside: also the class, which a lazy parameter would lose, and
-    the attributes that a program gave to a parameter."""
+    """torch.utils.swap_tensors swaps more than the contents: also the class, which a lazy parameter would lose, and the
+    attributes that a program gave to a parameter."""
     before = [(type(tensor), dict(vars(tensor))) for tensor in tensors]
     try:
         yield
@@ -392,8 +392,7 @@ def _is_itself(*tensors: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _whoever_looks() -> Iterator[None]:
-    """torch.utils.swap_tensors refuses a tensor to which there are weak references. They go on with the same object, as
-    they do between CPU and CUDA."""
+    """torch.utils.swap_tensors refuses a tensor with weak references. Here these keep the same object."""
     looks_for = torch.utils.weakref  # type: ignore[attr-defined]
     torch.utils.weakref = SimpleNamespace(getweakrefs=lambda _: [])  # type: ignore[attr-defined, assignment]
     try:
@@ -403,7 +402,7 @@ def _whoever_looks() -> Iterator[None]:
 
 
 def _script_to(module: Module, *args: Any, **kwargs: Any) -> Module:
-    """A module from a file of TorchScript makes a tensor anew whenever it is asked for one: it is given others."""
+    """A TorchScript module makes a tensor whenever it is asked for one, so it is given other tensors."""
     each: Any
     for each in module.modules():
         for name, tensor in (*each.named_parameters(recurse=False), *each.named_buffers(recurse=False)):
@@ -464,7 +463,7 @@ def _ops_with_device() -> Iterator[str]:
 
 
 def _repr(original: Callable[..., str], cuda: NamedCuda) -> Callable[..., str]:
-    """A tensor is printed as one on a GPU. To print is to read, so unknown values print as stand-ins."""
+    """How a tensor on a GPU prints. Printing reads it, so unknown values print as stand-ins."""
 
     @functools.wraps(original)
     def repr_(tensor: Tensor, *, tensor_contents: Any = None) -> str:

@@ -50,7 +50,7 @@ KERNELS: Mapping[str, Mapping[str, Callable[..., Any]]] = {"fused_adam": {"multi
 
 
 def standing_in(note: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Programs get these kernels where they would compile them."""
+    """In this context programs get these kernels where they would compile them."""
     return entered_once_imported(_MODULE, lambda: applied(_patches(note)))
 
 

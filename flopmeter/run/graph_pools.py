@@ -24,12 +24,12 @@ class GraphPool:
         self._free: Storage | None = None
 
     def keep(self, ops: range) -> None:
-        """These ops were captured, and may be replayed."""
+        """Marks these ops as captured: they may be replayed."""
         self._captures.append(ops)
         self._measure()
 
     def give_back(self, ops: range) -> None:
-        """No more replays of these."""
+        """Ends the replays of these ops."""
         self._captures.remove(ops)
         self._measure()
 

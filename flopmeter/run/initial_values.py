@@ -58,7 +58,7 @@ class InitialValues:
         return drawn
 
     def _unless_left_out(self, cast: Callable[..., Any]) -> Callable[..., Any]:
-        """Only a cast on the CPU writes memory."""
+        """Runs the cast unless the weights are left out: only a cast on the CPU writes memory."""
 
         @functools.wraps(cast)
         def casted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ class InitialValues:
         return casted
 
     def _is_large(self, tensor: Tensor) -> bool:
-        """And plain, on the CPU."""
+        """Whether it is a large plain tensor on the CPU."""
         if not self._named.is_open or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             return False
         return tensor.layout is torch.strided and tensor.nbytes >= LEAST_BYTES
@@ -84,6 +84,7 @@ class InitialValues:
         self._left_out[storage.data_ptr()] = StorageWeakRef(storage)
 
     def _is_left_out(self, tensor: Tensor) -> bool:
-        """A program may draw again by `weight.data`, which is another tensor of the same storage."""
+        """Whether the drawing of the tensor's storage was left out. A program may draw again by `weight.data`, another
+        tensor of the same storage."""
         known = self._left_out.get(tensor.untyped_storage().data_ptr())
         return known is not None and not known.expired()

@@ -75,7 +75,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _refuse_what_is_no_script(words: Sequence[str]) -> None:
-    """Raises ValueError for what people write in the place of a script, and says what to write."""
+    """Raises ValueError for words that people write in place of a script, and says what to write."""
     word, name = words[0], os.path.basename(words[0])
     if "=" in word and word.partition("=")[0].isidentifier():
         raise ValueError(f"{word} sets a variable: put it before flopmeter ({word} flopmeter run ...)")

@@ -29,8 +29,7 @@ class Names(Protocol):
 
 
 def _in_place_of(true: Any) -> Any:
-    """A metaclass for a class that replaces `true`: instances of `true` count as its own, and the two classes are
-    equal."""
+    """A metaclass for a class that replaces `true`: instances of `true` are its own, and the two are equal."""
 
     class InPlaceOf(type(true)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: Any) -> bool:

@@ -46,7 +46,7 @@ def cuda(
 
     hardware: a name of `available_hardware()`, a path to a YAML profile, or a Hardware.
     gpus: ranks in the world, of which this process is rank 0.
-    steps: leave the context after so many optimizer steps; None: run to the end.
+    steps: leave the context after that many optimizer steps; None: run to the end.
     wishes: the other options of `flopmeter run`.
 
     Raises HardwareError for an unknown device, and ValueError for one that is a CPU.

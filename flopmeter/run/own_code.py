@@ -24,9 +24,9 @@ _TAKES_TIMES = re.compile(r"\b(time|perf_counter|monotonic)(_ns)?\(\)|\b(enable_
 
 
 class OwnCode:
-    """Of the program that starts now: its main file, and the modules that it imports from beside it. Packages that are
-    installed are not its own, since nearly all of them can train, but for the one that a command enters (`-m package`,
-    or the few lines that pip writes for `yolo` or `tune`)."""
+    """The code of the program that starts now: its main file, and the modules that it imports from beside it. Installed
+    packages are not its own, since nearly all of them can train, except the one that a command enters (`-m package`, or
+    the few lines that pip writes for `yolo` or `tune`)."""
 
     def __init__(self) -> None:
         self._before = set(sys.modules)
@@ -58,9 +58,9 @@ class OwnCode:
 
 @contextmanager
 def forgotten_after() -> Iterator[None]:
-    """What the program imports of its own code in this context is imported anew when it runs again, as in a process of
-    its own: modules hold what may be made only once, such as a mesh. (Packages with a compiled module, which cannot be
-    loaded twice, stay.)"""
+    """What the program imports of its own code in this context is imported again when it runs again, as in a new
+    process: modules hold what may be made only once, such as a mesh. (Packages with a compiled module cannot be loaded
+    twice and stay.)"""
     before = set(sys.modules)
     try:
         yield
@@ -73,13 +73,13 @@ def forgotten_after() -> Iterator[None]:
 
 
 def _file_of(module: ModuleType) -> str:
-    """Its file; of a package without one its folder; '' of what is built in."""
+    """The module's file; of a package without one its folder; '' for built-in modules."""
     names = _names_of(module)
     return names.get("__file__") or next(iter(names.get("__path__") or ()), "")
 
 
 def _names_of(module: Any) -> dict[str, Any]:
-    """What it has by now. Asked for another name, a module may import what the program puts off, or cannot import."""
+    """The module's names so far. Asked for another one, it may import what the program defers or cannot import."""
     return vars(module) if isinstance(module, ModuleType) else {}
 
 
@@ -104,7 +104,7 @@ def is_own(module: str, file: str) -> bool:
 
 
 def _entered() -> set[str]:
-    """The package whose command runs."""
+    """The package that a command enters."""
     main: Any = sys.modules["__main__"]
     if getattr(main, "__spec__", None) is not None:
         return {main.__spec__.name.partition(".")[0]}
@@ -120,7 +120,7 @@ def _is_installed(file: str) -> bool:
 
 @functools.cache
 def _has_records_of_pip(folder: str) -> bool:
-    """Whether pip installed into it, as with --target."""
+    """Whether pip installed into this folder, as with --target."""
     return any(Path(folder).glob("*.dist-info"))
 
 

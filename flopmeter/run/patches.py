@@ -20,8 +20,7 @@ class Patch:
 
 @contextmanager
 def applied(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
-    """Apply the patches in order, and undo them in reverse order, also after an error. Yields the argument of
-    `hidden`."""
+    """Apply the patches in order, and undo them in reverse, also after an error. Yields the argument of `hidden`."""
     undoing: list[Patch] = []
     with ExitStack() as undo:
         for patch in patches:

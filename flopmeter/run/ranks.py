@@ -78,7 +78,7 @@ def _is_failed(ran: RanAsRank) -> bool:
 
 
 def _peers(ran: RanAsRank) -> set[int]:
-    """The ranks with which it exchanges messages in a step."""
+    """The ranks with which a rank exchanges messages in a step."""
     session = ran.session
     if session.steps.parts(session.now()).ends_with_call:  # ranks do not end it at the same place
         return set()
@@ -86,8 +86,7 @@ def _peers(ran: RanAsRank) -> set[int]:
 
 
 def report_of(runs: Mapping[int, RanAsRank], program: str) -> RunReport:
-    """The report of rank 0, on the clock of all ranks. Raises NothingRanError, and HangError where messages do not
-    meet."""
+    """Rank 0's report, on the clock of all ranks. Raises NothingRanError, and HangError where messages do not meet."""
     session = runs[0].session
     report = session.report(program)
     if len(runs) == 1:
@@ -120,7 +119,7 @@ class _WrittenOnce(io.TextIOBase):
         self._place = 0
 
     def go_on(self) -> None:
-        """What comes now is new, even if this run wrote less: libraries warn once a process."""
+        """What comes now is new, even if this run wrote less than the one before: libraries warn once per process."""
         self._place = self._length
 
     def write(self, text: str) -> int:

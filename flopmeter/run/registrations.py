@@ -23,8 +23,8 @@ from flopmeter.torch_names.imported import entered_once_imported
 
 @contextmanager
 def registered_until_here() -> Iterator[None]:
-    """What the program's own code registers in this context is gone behind it. Of packages that are installed, which
-    are imported once, it stays."""
+    """What the program's own code registers in this context is removed after it. Registrations of installed packages,
+    which are imported once, stay."""
     with ExitStack() as undo:
         init = torch.library.Library.__init__
         patch = Patch(torch.library.Library, "__init__", _undone(init, _destroy, undo), "another rank registers it too")
@@ -44,8 +44,7 @@ def _no_resolvers_behind() -> Iterator[None]:
 
 
 def _undone(original: Callable[..., Any], undo_it: Callable[[Any], Any], undo: ExitStack) -> Callable[..., Any]:
-    """The function, whose first argument is undone where the program called it, if not by way of an installed
-    package."""
+    """Wraps a function that registers: what the program itself registers, not an installed package, is undone."""
 
     @functools.wraps(original)
     def register(what: Any, *args: Any, **options: Any) -> Any:

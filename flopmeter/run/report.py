@@ -1,4 +1,4 @@
-"""The report of a run: one steady step, with setup and first step beside it."""
+"""The report of a run: one steady step, next to setup and first step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RunReport:
 
     @property
     def _spread(self) -> str:
-        """How the steps differ, where they do: one of them does not stand for all."""
+        """How the steps differ, if they do: one of them does not stand for all."""
         shortest, longest = min(self.step_seconds, default=0.0), max(self.step_seconds, default=0.0)
         if longest < TOLD_SPREAD * shortest or not shortest:
             return ""

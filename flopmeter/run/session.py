@@ -47,7 +47,7 @@ class Wishes:
 
     gpus: ranks in the world, of which this process is rank 0; gpus_per_node: of them on each node, as a launcher
         starts them; None: there is no launcher, and nodes are those of the device's default cluster.
-    steps: stop after so many; None: run to the end. marker: what ends a step (see steps.py).
+    steps: stop after that many; None: run to the end. marker: what ends a step (see steps.py).
     on_out_of_memory: 'raise' as the device would, or 'report' and go on.
     strict_values: an unknown value that the program reads is an error, not a stand-in.
     mask_fraction: as for FlopMeter. mode: how to price; None: compiled where the program compiles, else eager.
@@ -221,7 +221,7 @@ class ScriptSession:
         return RunReport(program, step, parts, reports, self._nvtx(), step_seconds=seconds)
 
     def _seconds_of(self, parts: Parts, steady: Report, mode: Mode | None) -> Iterator[float]:
-        """Of the steps that are like the steady one, the last of them. Steps of the same calls are priced once."""
+        """The times of the last steps that are like the steady one. Steps of the same calls are priced once."""
         ops = self.meter.trace.ops
         for step in parts.later[-MOST_STEPS_PRICED:]:
             pairs = zip(step, parts.steady or (), strict=False)
@@ -232,7 +232,7 @@ class ScriptSession:
                 yield self.meter.report(ops=step, mode=mode, repeats=True).seconds
 
     def note_switches(self) -> None:
-        """A script sets them after the run has begun."""
+        """Notes torch's switches, which a script sets after the run has begun."""
         self.meter.trace.switches = switches_now()
 
     def step_ops(self) -> range:
@@ -245,7 +245,7 @@ class ScriptSession:
         return replace(report, notes=(*report.notes, *self.own_notes()))
 
     def lines_that_guess(self) -> list[str]:
-        """The lines of the program that read values which are not known. Who began last stands last."""
+        """The lines of the program that read unknown values. The line that began last comes last."""
         return list(dict.fromkeys(use.where for use in self.meter.assumed if not use.rule.startswith("checks")))
 
     def own_notes(self) -> Iterator[str]:

@@ -75,8 +75,8 @@ def with_what_recurs(start: int, ends: Sequence[int], calls: Sequence[OutermostC
 
 
 def parts_of_rounds(calls: Sequence[OutermostCall]) -> Parts | None:
-    """Of a program that only infers, with several calls a turn, such as an encoder's and a decoder's. None: each call
-    is a turn of its own."""
+    """The parts of a program that only infers, with several calls a round, such as an encoder's and a decoder's. None:
+    each call is a round of its own."""
     found = _rounds([call.module for call in calls])
     if found is None:
         return None
@@ -88,8 +88,8 @@ def parts_of_rounds(calls: Sequence[OutermostCall]) -> Parts | None:
 
 
 def _rounds(modules: list[object]) -> tuple[int, int] | None:
-    """Where the first round of calls starts, and how many calls a round is: the shortest sequence that comes at least
-    twice, up to the end, after less than a round of others. None: there is none of several calls."""
+    """Where the first round of calls starts, and how many calls make a round: the shortest sequence that is repeated up
+    to the end, after less than a round of other calls. None: there is none of several calls."""
     for length in range(1, len(modules) // 2 + 1):
         start = len(modules) - length
         while start and modules[start - 1] == modules[start - 1 + length]:

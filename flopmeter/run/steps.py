@@ -54,7 +54,7 @@ SECONDS_WITHOUT_WORD = 60.0  # of a program that may still train, before its use
 
 
 class StepsDone(BaseException):
-    """As many steps ran as were asked for. No `except Exception` of the program catches it."""
+    """Raised when as many steps ran as were asked for. No `except Exception` of the program catches it."""
 
 
 class Steps:
@@ -107,7 +107,7 @@ class Steps:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Raises ValueError for a marker that names no function."""
+        """In this context the program's steps are noted. Raises ValueError for a marker that names no function."""
         self._own_code = OwnCode()
         self._word.wait()
         with ExitStack() as undo:
@@ -126,7 +126,7 @@ class Steps:
             yield
 
     def aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose calls of modules are no steps: it warms up or traces what the program calls later."""
+        """The function, whose calls of modules are no steps: it only prepares or traces later calls."""
 
         @functools.wraps(function)
         def prepares(*args: Any, **kwargs: Any) -> Any:
@@ -139,13 +139,12 @@ class Steps:
         return prepares
 
     def on_range_end(self, name: str) -> None:
-        """An nvtx range ends."""
+        """Called when an nvtx range ends."""
         if self._marker == NVTX + name:
             self._end()
 
     def on_compiled_call(self, owner: nn.Module | Optimizer) -> Callable[[], None]:
-        """A module or an optimizer begins to run compiled, without its hooks. Returns a function to call when that
-        ends."""
+        """A module or an optimizer begins to run compiled, without hooks. Returns a function to call at its end."""
         if isinstance(owner, nn.Module):
             self._enter_module(owner, ())
             return functools.partial(self._leave_module, owner)
@@ -155,7 +154,7 @@ class Steps:
         return functools.partial(self._stepped, owner)
 
     def on_replay(self, captured: range) -> None:
-        """A CUDA graph was replayed, which captured these ops. If a step ended in them, one ends again."""
+        """Called when a CUDA graph that captured these ops was replayed. If a step ended in them, one ends again."""
         self._replays.append(self._now())
         if any(captured.start < end <= captured.stop for end in self._ends):
             self._end()
@@ -209,7 +208,7 @@ class Steps:
         self._stop_after_most()
 
     def _end_update(self) -> None:
-        """The leading optimizer has updated. If its step before had more updates, it may go on."""
+        """The leading optimizer has updated. If the step before had more updates, this one may go on."""
         since = range(self._ends[-1] if self._ends else 0, self._now())
         if self._optimizers.begins_anew(lambda: self._has_backward(since)):
             if self._has_enough():
@@ -257,7 +256,7 @@ class Steps:
         )
 
     def _stop(self, only_infers: bool) -> None:
-        """As many steps as were asked for have ended, of a program without an optimizer."""
+        """Called when a program without an optimizer has made as many steps as were asked for."""
         if self._enough is None or self._enough[0].stopped_untrained != only_infers:
             parts = replace(self.parts(self._now()), stopped_untrained=only_infers)
             self._enough = parts, time.monotonic()
@@ -274,7 +273,8 @@ class Steps:
             self._end_update()
 
     def _is_outermost(self) -> bool:
-        """What a checkpoint calls again in a backward pass is a part of that pass, and so is a compiled one."""
+        """Whether no other module is running. What a checkpoint calls again in a backward pass belongs to that pass,
+        and so does a compiled backward pass."""
         return self._depth == 0 and graph_task() == -1 and not is_compiled_backward()
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
@@ -331,7 +331,7 @@ class Steps:
                 yield call
 
     def _evaluations(self) -> list[OutermostCall]:
-        """A copy that every step calls is a teacher, and no evaluation."""
+        """The calls that evaluate. A copy that every step calls is a teacher, and no evaluation."""
         found = [call for call in self._calls if call.evaluates]
         starts = [call.ops.start for call in found if call.is_copy]
         steps = {bisect_right(self._ends, start) for start in starts}
@@ -358,14 +358,14 @@ class Steps:
 
 
 class _Word:
-    """To a user who waits long for a step: how to end the run. It is said once."""
+    """A line to a user who has waited long for a step: how to end the run. It is said once."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell, self._has_told = tell, False
         self.wait()
 
     def wait(self) -> None:
-        """Something is seen now: from here on the user waits."""
+        """Something has just been seen: the user waits from now on."""
         self._since_s = time.monotonic()
 
     def say_once(self, line: str) -> None:

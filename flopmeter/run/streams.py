@@ -43,7 +43,7 @@ class CudaStream(streams.MetaStream):
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """The least and the greatest: torch keeps four priorities (c10/cuda/CUDAStream.h)."""
+        """The lowest and the highest priority: torch keeps four (c10/cuda/CUDAStream.h)."""
         return 0, -3
 
     def is_capturing(self) -> bool:
@@ -143,7 +143,7 @@ class CudaGraph:
         self.clock.replay(self._ops, self._stream)
 
     def instantiate(self) -> None:
-        """The driver prepares the graph, which is work of the host."""
+        """Does nothing: the driver would prepare the graph, which is work of the host."""
 
     def reset(self) -> None:
         if self._ops is not None:
@@ -154,7 +154,7 @@ class CudaGraph:
         return self._pool
 
     def enable_debug_mode(self) -> None:
-        """There is no driver that would keep the graph for printing."""
+        """Does nothing: there is no driver that could keep the graph for printing."""
 
 
 @contextmanager

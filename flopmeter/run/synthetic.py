@@ -75,7 +75,7 @@ class Sample:
 
     @property
     def classes(self) -> dict[str, int]:
-        """Of the named fields that are one integer below a number, which is the number of classes."""
+        """The number of classes for each named field that is one integer below a number."""
         named = zip(self.names, self.fields, strict=False)
         return {
             name: field.below for name, field in named if isinstance(field, Field) and field.below and not field.shape
@@ -225,7 +225,7 @@ class SyntheticData:
         return getitem
 
     def _read(self, sample: Sample, original: Callable[..., Any], data: Any, index: Any) -> Any:
-        """What the data set has there; or a sample in its place, also where it opens its files one by one."""
+        """What the data set has there; or a sample, also where it only fails to open a file."""
         if not is_absent(data):
             try:
                 return original(data, index)

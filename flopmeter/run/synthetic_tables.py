@@ -34,7 +34,7 @@ class SyntheticTables:
         self._row, self._classes, self._absent, self._tell = row, classes, absent, tell
 
     def patches(self, hub: Any) -> Iterator[Patch]:
-        """For the package, once it is imported; a folder of the program may have the same name, and none of this."""
+        """Patches of the package once it is imported; a folder of the same name has none of these functions."""
         if not hasattr(hub, "load_dataset"):
             return
         yield Patch(hub, "load_dataset", self._load_dataset(hub, hub.load_dataset), "data sets of the hub")
@@ -92,7 +92,7 @@ def _select(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _within(indices: Sequence[int], rows: int) -> Sequence[int]:
-    """As many of these as there are rows at most."""
+    """At most as many of these as there are rows."""
     if isinstance(indices, range) and not indices and indices.start >= rows:
         return range(rows)  # all that follow a number, which are more in the table that this one stands for
     if all(-rows <= index < rows for index in indices):

@@ -19,7 +19,7 @@ _STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what tor
 
 
 class Optimizers:
-    """Those that the program makes. The one that steps first leads: its steps end those of the program."""
+    """The optimizers that the program makes. The one that steps first leads: its steps end those of the program."""
 
     def __init__(self, now: Callable[[], int]) -> None:
         self._now = now
@@ -44,12 +44,12 @@ class Optimizers:
         return Patch(Optimizer, "__init__", init, "a program with an optimizer has its steps where that one steps")
 
     def begin(self, *_: Any) -> None:
-        """One of them begins to step."""
+        """An optimizer begins to step."""
         self._stepping.append(self._now())
 
     def ends_step(self, optimizer: Optimizer) -> bool:
-        """It has stepped: whether the program's step ends with that. A step without ops does not count: a wrapper only
-        accumulated gradients."""
+        """The optimizer has stepped: whether that ends the program's step. A step without ops does not count: a wrapper
+        only accumulated gradients."""
         if self._stepping and self._stepping.pop() == self._now():
             self.idle_updates += 1
             return False
@@ -91,11 +91,11 @@ class Optimizers:
         return self._leading is not None
 
     def leader_updates(self, module: nn.Module) -> bool:
-        """Whether it updates the module or a part of it."""
+        """Whether the leader updates the module or a part of it."""
         return not set(map(id, self._updated())).isdisjoint(map(id, module.parameters()))
 
     def leader_updates_copy_of(self, module: nn.Module) -> bool:
-        """Whether what it updates has the shapes of the module's weights."""
+        """Whether the leader updates tensors of the same shapes as the module's weights."""
         return sorted(tuple(each.shape) for each in self._updated()) == sorted(
             tuple(each.shape) for each in module.parameters()
         )
@@ -113,8 +113,8 @@ class Optimizers:
 
 
 class OwnUpdates:
-    """Of a program that trains without an optimizer of torch's: a step is the time from one call of the outermost
-    module that learns to the next, if it had a backward pass."""
+    """The steps of a program that trains without an optimizer of torch's. A step lasts from one call of the outermost
+    module that learns to the next, if there was a backward pass between them."""
 
     def __init__(self, has_backward: Callable[[range], bool]) -> None:
         self._has_backward = has_backward
@@ -138,12 +138,12 @@ class OwnUpdates:
         return len(self._ends)
 
     def ends(self, total: int) -> list[int]:
-        """Where steps ended, of a run of so many ops."""
+        """Where steps ended in a run of that many ops."""
         if self.trained and not self._ends and self._has_backward(range(self.start, total)):
             return [total]
         return self._ends
 
 
 def _steps_in_another(optimizer: Optimizer) -> bool:
-    """Whether it steps in the `step()` of another one, a container: the whole step is that one's."""
+    """Whether the optimizer steps inside the `step()` of another one, a container, to which the whole step belongs."""
     return any(frame.f_code is _STEP and frame.f_locals["self"] is not optimizer for frame in callers())

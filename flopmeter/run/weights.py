@@ -34,8 +34,8 @@ CHECKPOINTS = "checkpoints were neither written nor read: weights have no data; 
 
 
 class AbsentWeights(OrderedDict[str, Any]):
-    """What a file of weights has that is not here: nothing, and no less in each of its parts. As a number (the epoch
-    to go on from) it is 0."""
+    """Stands in for the content of a file of weights that is not here: it is empty, and so is each of its parts. As a
+    number (the epoch to go on from) it is 0."""
 
     def __missing__(self, key: str) -> AbsentWeights:
         return self
@@ -81,7 +81,7 @@ class WeightFiles:
                     yield Patch(owner, name, stand_in(getattr(owner, name)), "checkpoints without data")
 
     def _checkpoints(self) -> dict[str, Callable[..., Any]]:
-        """torch.distributed.checkpoint: state dicts are made, with their collectives, and no file is."""
+        """Patches of torch.distributed.checkpoint: state dicts are made, with their collectives, and no file is."""
 
         def instead(do: Callable[..., Any]) -> Callable[..., Any]:
             def standing_in(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,7 +214,7 @@ class WeightFiles:
 
 
 def _of_many_ranks() -> bool:
-    """Whether a checkpoint, also one of copies on the host, would want the parts of ranks that do not run."""
+    """Whether a checkpoint (or one of copies on the host) needs the parts of ranks that do not run."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -102,7 +102,8 @@ def _patches(
 
 
 class ProcessGroupNCCL:
-    """A build for CPUs has none. No group is one; its options may be asked for, and say nothing to a rank alone."""
+    """Stands in for NCCL's group, which a build for CPUs lacks. No group is one; a program may ask for its options,
+    which change nothing for a single rank."""
 
     class Options(SimpleNamespace):
         def __init__(self, is_high_priority_stream: bool = False) -> None:
@@ -155,8 +156,8 @@ def _spawning(rank: int) -> Callable[..., None]:
 def _start(
     original: Callable[[Any], None], world_size: int, own: int, on_gpu: Callable[[Tensor], bool]
 ) -> Callable[..., None]:
-    """Of processes that are ranks, this rank's runs here; of those that are given tensors on the GPU, the first of each
-    kind. The others count as ended. Other processes are started."""
+    """What takes the place of a process's start. Of processes that are ranks, this rank's runs here; of those that are
+    given tensors on the GPU, the first of each kind. The others count as ended. All other processes are started."""
     ran: set[Any] = set()
 
     def start(process: Any) -> None:
@@ -173,7 +174,7 @@ def _start(
 
 
 def _rank_of(process: Any, world_size: int) -> int | None:
-    """Programs name a rank by (rank, size of the world, ...), or by the parameter that takes it."""
+    """The rank that a process is: programs pass it as (rank, size of the world, ...), or by the parameter's name."""
     given: list[Any] = list(process._args[:2])
     if world_size > 1 and [type(each) for each in given] == [int, int] and given[1] == world_size > given[0] >= 0:
         return int(given[0])

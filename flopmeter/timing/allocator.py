@@ -42,7 +42,7 @@ class Lifetime(Protocol):
     def died(self) -> int | None: ...
     @property
     def stream(self) -> int:
-        """That was current when the memory was asked for."""
+        """The stream that was current when the memory was asked for."""
 
 
 def round_up(nbytes: int, step: int) -> int:
@@ -172,7 +172,7 @@ class CachingAllocator:
         return piece
 
     def _reserve(self, nbytes: int) -> None:
-        """So many bytes more of the device."""
+        """Reserves that many more bytes of the device."""
         if self.capacity is not None and self.reserved_bytes + nbytes > self.capacity:
             self.give_back()
             if self.reserved_bytes + nbytes > self.capacity:

@@ -143,8 +143,7 @@ def _launches(
 
 
 def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
-    """Heads that share keys share a block, if the kernel can do that and the queries of one head do not fill a
-    block."""
+    """Heads that share keys share a block, if the kernel can do that and one head's queries do not fill it."""
     rows, columns = tile_of(kernel, shape, hardware)
     resident = blocks_at_a_time(kernel, rows, columns, shape.head_dim, hardware)
     if shape.is_backward:  # a block keeps keys and passes over the queries
@@ -195,8 +194,8 @@ def template_tile_of(shape: AttentionShape, hardware: Hardware) -> tuple[int, in
 
 
 def _has_window(shape: AttentionShape) -> bool:
-    """Whether the kernel has one: not where it would hold all keys (`window_size_left` in FlashAttention-3's
-    flash_api.cpp; -2 wants one key less, and has decided before whether heads share a block)."""
+    """Whether the kernel runs with a window: not where that would hold all keys (`window_size_left` in
+    FlashAttention-3's flash_api.cpp; -2 wants one key less, and decides earlier whether heads share a block)."""
     return shape.mask.left is not None and shape.mask.left < shape.keys - 1
 
 
@@ -274,7 +273,7 @@ def _slices(blocks: int, tiles: int, places: int) -> int:
 
 
 def flop_energy(work: AttentionWork, hardware: Hardware) -> float:
-    """Energy of a FLOP on matrix units, in that of a large product."""
+    """Energy of a FLOP on matrix units, relative to that in a large product."""
     if (hardware.compute_capability or (0, 0))[0] != _HOPPER[0]:
         return 1.0
     return attention_kernels.HOPPER_ATTENTION_ENERGY * (
@@ -298,7 +297,7 @@ def score_seconds(
     hardware: Hardware,
     peak: Peak,
 ) -> float:
-    """Seconds of one SM for one score: its multiply-adds, and then its softmax as far as that is not hidden.
+    """Seconds of one SM for one score: its multiply-adds, and then the part of its softmax that is not hidden.
 
     `masked_share` is the share of tiles in which some scores are masked, `filled_share` that of scores that a query and
     a key stand behind. These take no less than the multiply-adds at the rate that is left by the power limit (padding
@@ -328,8 +327,8 @@ def score_seconds(
 
 
 def _function_seconds(work: AttentionWork, hardware: Hardware) -> float:
-    """Of an SM, for flex_attention's function on one score: its arithmetic on the vector units, where the compiler
-    joins no product and sum for it."""
+    """Seconds of an SM for flex_attention's function on one score: its arithmetic on the vector units, for which the
+    compiler fuses no multiply-adds."""
     operations = work.score_flops + (constants.SCORE_FUNCTION_OPERATIONS - 1) * work.score_functions
     return 2 * operations * hardware.sm_count / hardware.vector_peak("fp32").flop_per_s
 
@@ -375,8 +374,8 @@ def _padded(head_dim: int) -> int:
 
 
 def _group_copies(shape: AttentionShape, nbytes: int, hardware: Hardware) -> float:
-    """Of the kernels around one whose heads share blocks. The queries of one sequence, or of one key head, already lie
-    in the order of the blocks, and so does the result in the caller's."""
+    """Seconds of the copies before and after a kernel whose heads share blocks. The queries of one sequence, or of one
+    key head, already lie in the order of the blocks, and the result in that of the caller."""
     plain = _copy_seconds(nbytes, hardware)
     if shape.sequences == 1 or shape.key_heads == 1:
         return plain
@@ -384,15 +383,15 @@ def _group_copies(shape: AttentionShape, nbytes: int, hardware: Hardware) -> flo
 
 
 def _copy_seconds(nbytes: int, hardware: Hardware) -> float:
-    """Of a kernel of its own, whose input another one has just written."""
+    """Seconds of a copy that is a kernel of its own and whose input was just written."""
     is_cached = 2 * nbytes <= (hardware.l2_cache_bytes or 0)
     bandwidth = cache_bytes_per_s(hardware) if is_cached else hardware.sustained_bandwidth_bytes_per_s
     return hardware.kernel_floor_seconds + access_seconds(1.0, hardware) + 2 * nbytes / bandwidth
 
 
 def _page_seconds(launch: _Launch, hardware: Hardware) -> float:
-    """Of a tile: until its threads know the pages of their keys, and of their values. Instructions go in order, so a
-    block does nothing else meanwhile, but another one on the SM does."""
+    """Seconds for which a tile waits until its threads know the pages of their keys, and of their values. Instructions
+    go in order, so a block does nothing else meanwhile, but another one on the SM does."""
     blocks = launch.heads * launch.grid.blocks * launch.slices / hardware.sm_count
     at_a_time = min(launch.resident, max(1.0, blocks))
     return _sm_seconds(attention_kernels.PAGE_LOOKUPS * constants.CACHE_LATENCY_CYCLES / at_a_time, hardware)

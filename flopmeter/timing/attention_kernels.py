@@ -22,17 +22,17 @@ class AttentionKernel(NamedTuple):
     score_cycles: float  # of an SM per score, not hidden behind the matmuls: exp, row sums, conversion
     backward_score_cycles: float  # the same in the backward pass, which also adds to dq atomically
     overlap_exponent: float  # of arithmetic and memory traffic, as in constants.py
-    block_cycles: float  # of a block beside its tiles: start, queries and first keys from DRAM, output
-    shared_queries: float = 0  # up to so many queries, heads with the same keys share a block
-    split_queries: float = inf  # up to so many, the library also has a kernel that splits the keys
+    block_cycles: float  # of a block besides its tiles: start, queries and first keys from DRAM, output
+    shared_queries: float = 0  # up to this many queries, heads with the same keys share a block
+    split_queries: float = inf  # up to this many, the library also has a kernel that splits the keys
     shares_in_window: bool = False  # they do so under a window too
     longest_first: bool = False  # under a causal mask the blocks with most keys start first
     speed: float = 1.0  # of all that an SM does for a score, against the family that the other figures are from
     flop_per_cycle: tuple[float, float] | None = None  # most that the matmuls of an SM reach: forward, backward
     wide_speed: tuple[float, float] = (1.0, 1.0)  # the same as `speed`, forward and backward, of heads of more than 128
-    hides_softmax: bool = False  # that of one tile runs beside the matmuls of another: the cycles above overlap them
+    hides_softmax: bool = False  # one tile's softmax runs during another's matmuls: the cycles above overlap them
     holds_tiles: bool = True  # whole tiles of queries, keys and values lie in the shared memory of an SM
-    masks_by_count: bool = False  # forward, so many tiles at the end of a block, and all under a window
+    masks_by_count: bool = False  # forward, masks a number of tiles at the end of a block, and all under a window
     read_share: float = 1.0  # of the bandwidth of a copy, which its loads reach
     bias_cycles: float = 0.0  # of an SM per score, for a mask in memory that is added to it
     dropout_cycles: float = 0.0  # the same, for the random number that decides whether it is dropped
@@ -43,7 +43,7 @@ class AttentionKernel(NamedTuple):
     starts_at_window: bool = False  # forward under a window, the first tile begins with the first key that a block sees
 
 
-# Of the matrix peak, what the loop over the keys reaches beside the softmax.
+# The share of the matrix peak that the loop over the keys reaches, the softmax aside.
 ATTENTION_PIPE_SHARE = 0.9
 
 # Energy of a FLOP of fused attention on Hopper, in that of a large product: a softmax comes with it. Ampere's `mma`
@@ -129,7 +129,7 @@ FLASH_3_SPLIT = FLASH_3._replace(
 )  # fmt: skip
 # cuDNN's kernels on Hopper, as torch 2.11 calls them: their names tell tiles, and their grids blocks, in profiles of an
 # H100 and an H200 (validation/traces). 132 blocks stay on the device and take one tile of queries after another, so
-# that the next one's loads run beside the end of the last: 1,500 cycles each. Those with most keys do not come first.
+# that the next one's loads run during the end of the last: 1,500 cycles each. Those with most keys do not come first.
 # They pack no heads that share keys, and split no keys but for a single query. The softmax is FlashAttention-3's. 58
 # calls without a mask in memory or dropout, on which the cycles of a block and the exponent were set, are met within
 # 8 % in the mean. (FlashAttention-3's tiles, with which they were priced before, gave 28 %, and 2.5 times the time of
@@ -171,7 +171,7 @@ FLASH_4_SPLIT = FLASH_4._replace(
 # Ultra", 2026), and FlashAttention-4 leaves all of it to that unit there.
 FLASH_4_ULTRA = FLASH_4._replace(score_cycles=FLASH_4.score_cycles / 2)
 
-# CUTLASS's memory-efficient kernels. In 16 bits they take so many cycles and reach so many FLOP a cycle, whatever the
+# CUTLASS's memory-efficient kernels. In 16 bits they take these cycles and reach these FLOP a cycle, whatever the
 # matrix unit could do, since warps of 32 x 32 scores fetch their operands from shared memory; rows without a query have
 # no softmax. Longer heads keep their sums in memory. Set on three shapes of an H100 (torch 2.11, 2026-11:
 # validation/traces, kernels_attention): heads of 128, 64 and 256; 46 calls of 30 µs and more there and on an H200 are
@@ -243,13 +243,13 @@ BLOCK_RESERVED_KB = 1
 # numbers of slices, the first that fills the last wave .85 as well as the best (FlashAttention's num_splits_heuristic).
 FEW_BLOCKS, SLICE_FILL, MOST_SLICES = 0.8, 0.85, 128
 
-# Seconds of the kernel that combines the slices, beside its traffic and the slices themselves: the smallest kernel and
+# Seconds of the kernel that combines the slices, besides its traffic and the slices themselves: the smallest kernel and
 # two trips to memory. A block of it adds up slice after slice, each a trip to the L2 cache.
 COMBINE_SECONDS = 4e-6
 
 # Multiples to which head dimensions are padded, up to 128 and above.
 HEAD_DIMENSION_MULTIPLES = (32, 64)
 
-# Bytes of an element of dq beside those of the op's tensors: FlashAttention's backward sets a copy in fp32 to zero,
-# adds to it, and converts it, and another kernel reads the output and its gradient for the row sums.
+# Bytes of an element of dq in addition to those of the op's tensors: FlashAttention's backward sets a copy in fp32 to
+# zero, adds to it, and converts it, and another kernel reads the output and its gradient for the row sums.
 BACKWARD_EXTRA_BYTES = 16

@@ -114,7 +114,7 @@ def _threads_by_registers(of_thread: Registers, hardware: Hardware) -> int:
 
 
 def threads_by_registers(registers: int) -> int:
-    """How many threads an SM of NVIDIA's has registers for, if each takes so many."""
+    """How many threads with that many registers each fit on an SM of NVIDIA's."""
     granted = ceil(registers / constants.REGISTERS_AT_A_TIME) * constants.REGISTERS_AT_A_TIME
     return constants.REGISTERS_OF_SM // granted
 
@@ -163,8 +163,7 @@ def cycles_to_seconds(cycles: float, hardware: Hardware) -> float:
 
 
 def miss_share(reread: Reread, hardware: Hardware) -> float:
-    """The share of second reads that miss the L2 cache: it grows with the part of the cache that the rows in flight
-    fill."""
+    """The share of second reads that miss the L2 cache: it grows with the part that the rows in flight fill."""
     cache = hardware.l2_cache_bytes
     if not cache:
         return 1.0

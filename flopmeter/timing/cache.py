@@ -31,7 +31,7 @@ class _ByteRange(NamedTuple):
         return (self.end - self.begin) * self.filled
 
     def share_of(self, other: _ByteRange) -> float:
-        """Which share of this part is in the other one of the same storage. Gaps of two that differ are taken to lie
+        """Which share of this part is in the other one of the same storage. Gaps that differ are taken to lie
         evenly."""
         if self == other:
             return 1.0
@@ -98,8 +98,8 @@ def _found(
 
 
 def _kept(fetched: float, cache: int, moment: _Moment) -> float:
-    """The share that a matmul finds: all while the cache holds what was fetched since, and soon nothing. `fetched`: by
-    all kernels, that matmul included."""
+    """The share that a matmul finds: everything while the cache holds what was fetched since, and soon nothing.
+    `fetched`: bytes fetched by all kernels, that matmul included."""
     beyond = (fetched - moment.fetched) / cache - 1.0
     return min(1.0, max(0.0, 1.0 - beyond / constants.CACHE_EDGE))
 

@@ -157,8 +157,8 @@ class _Simulation:
         return len(here) if len({counts[number][party] for number in here}) == 1 else 1
 
     def _is_in_both_steps(self, party: Party, place: int, counts: Mapping[int, Counter[Party | None]]) -> bool:
-        """Whether both ranks of the message have it in their steps. Where as many came before either step, a side that
-        is not there is missing."""
+        """Whether both ranks have the message in their steps. If as many messages came before either step, a missing
+        side is an error."""
         steps = [range(start := self._earlier[end][party], start + counts[end][party]) for end in party.ends or ()]
         return len({step.start for step in steps}) < 2 or all(place in step for step in steps)
 
@@ -256,7 +256,7 @@ class _Simulation:
             self._start(rank.crowd.popleft(), now)
 
     def _share(self, changed: _Task, now: float) -> None:
-        """Set the rates anew of all that runs beside a task that began, began to move its bytes, or ended."""
+        """Update the rates of all that runs when a task begins, begins to move its bytes, or ends."""
         beside: dict[_Task, None] = {}
         for entry, _ in changed.sides:
             beside.update(dict.fromkeys((*entry.rank.kernels, *entry.rank.transfers)))
@@ -313,7 +313,7 @@ class _Simulation:
 
 
 def _described(party: Party, rank: int) -> str:
-    """For that rank."""
+    """The error's text for that rank."""
     if party.ends is None:
         return f"collective of {len(party.group)} ranks"
     sender, receiver = party.ends
@@ -321,7 +321,7 @@ def _described(party: Party, rank: int) -> str:
 
 
 def _rate_on(rank: _Rank, task: _Task, demand: Demand | Transfer) -> float:
-    """How fast the task, which demands this of the rank, runs there beside everything that does now."""
+    """How fast the task, which demands this of the rank, runs there among everything that runs now."""
     transfers = [
         (found, other.is_moving)
         for other in rank.transfers

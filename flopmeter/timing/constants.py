@@ -82,7 +82,7 @@ OPERAND_OVERLAP = 4.0
 SHARED_MEMORY_BYTES_PER_CYCLE = 128
 WGMMA_ROWS = 64
 
-# An operand's element: the only type of so many bytes that matrix units multiply.
+# Of an operand's element: TF32 is the only type of that size that matrix units multiply.
 TF32_BYTES = 4
 
 # Split-K: into how many slices K may be split when a matmul has too few tiles to fill the device (not for batched
@@ -150,18 +150,18 @@ LANES_OF_SM = 128
 # --- convolutions ------------------------------------------------------------------------------------------
 
 # Input channels per filter at which a convolution on matrix units reaches half its rate, since the fragments of its
-# implicit GEMM are padded. Dense in NCHW and in NHWC (compiled models, and images that are turned by `is_turned`), and
+# implicit GEMM are padded. Dense in NCHW and in NHWC (compiled models, and images where `converts_layout`), and
 # grouped by powers of two in NCHW, or on vector units. Fitted on [timm].
 HALF_RATE_CHANNELS = 20
 HALF_RATE_CHANNELS_LAST = 1
 HALF_RATE_CHANNELS_GROUPED = 72
 
 # Groups with a power of two of channels share the tiles of dense filters in NHWC (cuDNN's release notes tell of kernels
-# for such widths since 7.0.4). Any other group is an implicit GEMM of its own, with tiles so many channels wide; narrow
-# ones load each pixel anew for few results. Fitted on 43 grouped nets of [timm] in channels-last, on two cards: 5.1 and
-# 4.8 % off (by the other law 11.7 and 10.4). Tiles of 32 or 128 are up to 1.3 worse; for powers of two 20 channels
-# would do as well as HALF_RATE_CHANNELS_LAST, within .6. In NCHW, where groups of 24 are faster, the tiles alone are
-# fitted, on twelve RegNets on these cards: 2.8 and 5.9 % off (by the other law 9.9 and 11.6).
+# for such widths since 7.0.4). Any other group is an implicit GEMM of its own, with tiles this many channels wide;
+# narrow ones load each pixel anew for few results. Fitted on 43 grouped nets of [timm] in channels-last, on two cards:
+# 5.1 and 4.8 % off (by the other law 11.7 and 10.4). Tiles of 32 or 128 are up to 1.3 worse; for powers of two 20
+# channels would do as well as HALF_RATE_CHANNELS_LAST, within .6. In NCHW, where groups of 24 are faster, the tiles
+# alone are fitted, on twelve RegNets on these cards: 2.8 and 5.9 % off (by the other law 9.9 and 11.6).
 GROUP_TILE_CHANNELS = 64
 GROUP_TILE_CHANNELS_NCHW = 32
 HALF_RATE_TILE_CHANNELS = 120
@@ -177,25 +177,25 @@ NARROWEST_GROUP_SHARE = 0.004
 # ViT in bf16 on an H100, AMD-AGI/TraceLens: s16816fprop_optimized_bf16_256x64_32x4_nhwc_align8).
 CONVOLUTION_DEPTH_BYTES = 64
 
-# Kernels that a library launches beside a convolution in NCHW on matrix units, by vendor and bytes of an element. Its
+# Kernels that a library launches around a convolution in NCHW on matrix units, by vendor and bytes of an element. Its
 # kernels work on NHWC: three transpose input, weight and result. MIOpen in 16 bits: one more clears the result and one
 # casts it from fp32 (torch.profiler's trace of a ResNet in bf16 on an MI300X, AMD-AGI/TraceLens: five beside a forward
 # one, nine or ten beside the two of a backward one). cuDNN in tf32: `nchwToNhwcKernel` and back beside kernels named
-# nhwckrsc_nhwc (some, nhwckrsc_nchw, write NCHW). In 16 bits see `is_turned`.
+# nhwckrsc_nhwc (some, nhwckrsc_nchw, write NCHW). In 16 bits see `converts_layout`.
 CONVERSIONS: Mapping[tuple[str, float], int] = {("amd", 2): 5, ("nvidia", 4): 3}
 
-# On Hopper (cuDNN 9.19 on an H100, torch 2.11, 2026-11: validation/traces) cuDNN turns all three tensors of a
+# On Hopper (cuDNN 9.19 on an H100, torch 2.11, 2026-11: validation/traces) cuDNN converts all three tensors of a
 # convolution in NCHW, in 16 bits too, but where it is a plain product (filters of one element, no stride). A thread
-# block turns a tile of 32 channels and 32 positions, whether they are there or not: it keeps an SM for so many cycles,
-# beside its traffic. (.56 ms for 256 images of 3 channels, .14 for 64; full tiles 1.9 and, in fp32, 2.8 ns.)
-TURNED_TILE_SIDE = 32
-TURNED_TILE_CYCLES = 366
+# block converts a tile of 32 channels and 32 positions, whether they are there or not: it keeps an SM for this many
+# cycles, beside its traffic. (.56 ms for 256 images of 3 channels, .14 for 64; full tiles 1.9 and, in fp32, 2.8 ns.)
+CONVERTED_TILE_SIDE = 32
+CONVERTED_TILE_CYCLES = 366
 # Channels are padded to 16 bytes first: in NCHW by the same kernel, in NHWC by `nhwcAddPaddingKernel`, with so many
 # integer operations for each element that it reads (217 and 249 us for 38.5 million in bf16 and fp32).
 PADDED_BYTES = 16
 PADDING_OPERATIONS = 100
 # Where these 16 bytes are all of a pixel, the threads of the implicit GEMM work out the place of each. 2 x 50,176 x 768
-# x 768 and 2 x 3.2 million x 64 x 147 FLOPs take 1.35 and 1.54 ms, tf32 as long: an SM takes so many cycles for each
+# x 768 and 2 x 3.2 million x 64 x 147 FLOPs take 1.35 and 1.54 ms, tf32 as long: an SM takes this many cycles for each
 # load. Gradients of filters take less: .42 and .88 ms.
 PIXEL_LOAD_CYCLES = {"output": 1.9, "filter gradient": 0.9, "input gradient": 1.9}
 

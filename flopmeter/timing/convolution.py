@@ -38,9 +38,9 @@ def convolution(
 
 
 def _from_shared_memory(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
-    """By Hopper's kernels. A gradient of filters is a product for each position of the filter, since no tile takes two
-    (`wgrad_indexed`: 64 columns for 64 channels). Its depth are pixels, whose channels lie side by side: `wgmma` takes
-    operands of 16 bits like that, and those of 32 only turned (PTX ISA), once more out of shared memory and in."""
+    """The time of Hopper's kernels. A gradient of filters is a product for each position of the filter, since no tile
+    takes two (`wgrad_indexed`: 64 columns for 64 channels). Its depth are pixels, whose channels lie side by side:
+    `wgmma` transposes operands of 16 bits itself; those of 32 bits leave shared memory and return transposed first."""
     if shape.computes == "filter gradient":
         positions = prod(shape.kernel) if shape.channels * moved.item_bytes > constants.PADDED_BYTES else 1
         implicit = Matmul(positions, implicit.m, implicit.n // positions, implicit.k)
@@ -55,8 +55,8 @@ def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Ha
     shape, implicit, item_bytes = work.shape, work.implicit, item_bytes_of(cost.dtype)
     if is_depthwise(shape, implicit):
         return busy
-    if is_turned(shape, implicit, item_bytes, hardware):
-        extra = _turning(shape, item_bytes, hardware)
+    if converts_layout(shape, implicit, item_bytes, hardware):
+        extra = _conversion_seconds(shape, item_bytes, hardware)
     elif not is_hopper(hardware):
         extra = _copies(cost, work, hardware)
     elif has_long_filters(shape, implicit):
@@ -64,9 +64,9 @@ def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Ha
     elif packs_groups(shape, implicit, item_bytes):
         busy = _computing(busy, packed_seconds(shape, implicit, item_bytes, flop_per_s))
         extra = layout_seconds(shape, implicit, item_bytes, hardware)
-        extra += 0.0 if shape.channels_last else _turning(shape, item_bytes, hardware)
+        extra += 0.0 if shape.channels_last else _conversion_seconds(shape, item_bytes, hardware)
     else:
-        extra = (_padding if shape.channels_last else _turning)(shape, item_bytes, hardware)
+        extra = (_padding if shape.channels_last else _conversion_seconds)(shape, item_bytes, hardware)
         if not _is_first_of_resnet(shape, implicit, cost.dtype):
             pixels = _by_pixels(shape, implicit, item_bytes, hardware)
             busy = busy._replace(work_seconds=max(busy.work_seconds, pixels))
@@ -74,7 +74,7 @@ def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Ha
 
 
 def _computing(busy: Busy, seconds: float) -> Busy:
-    """The same bytes beside so much arithmetic."""
+    """The same bytes with that many seconds of arithmetic."""
     return busy._replace(compute_seconds=seconds, work_seconds=max(seconds, busy.memory_seconds))
 
 
@@ -88,10 +88,10 @@ def _copies(cost: Cost, work: ConvolutionWork, hardware: Hardware) -> float:
     return kernels * hardware.kernel_floor_seconds + copies
 
 
-def is_turned(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> bool:
-    """Whether images in NCHW are turned for kernels of 16 bits that take NHWC alone, which are all that cuDNN has from
-    Ampere on (`..._nhwckrsc_nhwc`; those of Volta and Turing write NCHW, `..._nhwc2nchw`). On Hopper, where the parts
-    of this were measured, filters over few channels have a rate of their own."""
+def converts_layout(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> bool:
+    """Whether images in NCHW are converted for kernels in 16 bits that only take NHWC, which are all that cuDNN has
+    from Ampere on (`..._nhwckrsc_nhwc`; those of Volta and Turing write NCHW, `..._nhwc2nchw`). On Hopper, where the
+    parts of this were measured, filters over few channels have a rate of their own."""
     if item_bytes != 2 or shape.channels_last or implicit.batch > 1:
         return False
     capability = hardware.compute_capability
@@ -102,16 +102,16 @@ def is_hopper(hardware: Hardware) -> bool:
     return hardware.compute_capability is not None and hardware.compute_capability[0] == 9
 
 
-def _turning(shape: Convolution, item_bytes: float, hardware: Hardware) -> float:
-    """Each tensor by a kernel of its own, in tiles; or, where images are matrices as they lie, the parts of a filter's
-    gradient, which another kernel adds up."""
+def _conversion_seconds(shape: Convolution, item_bytes: float, hardware: Hardware) -> float:
+    """Seconds to convert each tensor by a kernel, in tiles; or, where images are matrices as they lie, of the parts of
+    a filter's gradient, which another kernel adds up."""
     if _is_plain_product(shape, item_bytes):
         parts = _part_bytes(shape)
         return hardware.kernel_floor_seconds + parts / hardware.sustained_bandwidth_bytes_per_s if parts else 0.0
     bytes_per_s, has_tiles = hardware.sustained_bandwidth_bytes_per_s, is_hopper(hardware)
     seconds = len(shape.tensors) * hardware.kernel_floor_seconds
     for planes in shape.tensors:
-        memory_seconds = _turned_bytes(planes, item_bytes) / bytes_per_s
+        memory_seconds = _converted_bytes(planes, item_bytes) / bytes_per_s
         if has_tiles:
             memory_seconds = overlap(_tile_seconds(planes, hardware), memory_seconds, constants.VECTOR_OVERLAP)
         seconds += memory_seconds + _clearing(planes, item_bytes, hardware)
@@ -119,33 +119,33 @@ def _turning(shape: Convolution, item_bytes: float, hardware: Hardware) -> float
 
 
 def _tile_seconds(planes: Planes, hardware: Hardware) -> float:
-    """How long the tiles of a tensor keep the SMs, beside their traffic; measured on Hopper alone."""
-    side = constants.TURNED_TILE_SIDE
+    """How long the tiles of a tensor keep the SMs, besides their traffic; measured only on Hopper."""
+    side = constants.CONVERTED_TILE_SIDE
     tiles = planes.images * ceil(planes.channels / side) * ceil(planes.positions / side)
-    return cycles_to_seconds(tiles * constants.TURNED_TILE_CYCLES / hardware.sm_count, hardware)
+    return cycles_to_seconds(tiles * constants.CONVERTED_TILE_CYCLES / hardware.sm_count, hardware)
 
 
 def _is_plain_product(shape: Convolution, item_bytes: float) -> bool:
     """Whether filters of one element are applied to images in NCHW as they lie. Rows are as long as an image has
     positions, so 7 x 7 of them are no multiple of any load. A gradient of filters has a product for each image: it is
-    one only if the parts of these are fewer bytes than images that are turned."""
+    one only if the parts of these are fewer bytes than converted images."""
     if not shape.is_dense or max(shape.kernel) > 1 or not shape.tensors:
         return False
     positions = shape.tensors[0].positions
-    turned = sum(_turned_bytes(planes, item_bytes) for planes in shape.tensors)
-    return positions == 1 or (positions % 2 == 0 and _part_bytes(shape) <= turned)
+    converted = sum(_converted_bytes(planes, item_bytes) for planes in shape.tensors)
+    return positions == 1 or (positions % 2 == 0 and _part_bytes(shape) <= converted)
 
 
 def image_alignment_bytes(shape: Convolution, item_bytes: float) -> int:
-    """Of the rows of images that a plain product takes as they lie, at most 16: 14 x 14 positions of two bytes are not
-    a multiple of the 16 that loads for `wgmma` ask for."""
+    """The alignment of the rows of images that a plain product takes as they lie, at most 16: 14 x 14 positions of two
+    bytes are not a multiple of the 16 that loads for `wgmma` ask for."""
     if not _is_plain_product(shape, item_bytes) or shape.tensors[0].positions == 1:
         return constants.FULL_ALIGNMENT_BYTES
     return gcd(int(shape.tensors[0].positions * item_bytes), constants.FULL_ALIGNMENT_BYTES)
 
 
-def _turned_bytes(planes: Planes, item_bytes: float) -> float:
-    """Read, and written with the channels padded."""
+def _converted_bytes(planes: Planes, item_bytes: float) -> float:
+    """Bytes that are read, and written with the channels padded."""
     channels = planes.channels + _padded_channels(planes, item_bytes)
     return planes.images * planes.positions * channels * item_bytes
 
@@ -263,7 +263,7 @@ def channel_share(shape: Convolution) -> float:
 
 
 def grouped_share(shape: Convolution, on_matrix_units: bool) -> float:
-    """The same of filters over the channels of one group. What packs groups into tiles are kernels of matrix units."""
+    """The same for filters over one group's channels. Kernels that pack groups into tiles use matrix units."""
     channels = shape.channels
     is_power_of_two = channels & (channels - 1) == 0
     if on_matrix_units and shape.channels_last and channels < constants.LEAST_PACKED_CHANNELS:

@@ -33,7 +33,7 @@ PICO = 1e-12
 
 
 class Energy(NamedTuple):
-    """What a kernel takes, in joules beside the idle power."""
+    """What a kernel takes, in joules in addition to the idle power."""
 
     arithmetic: float  # at the voltage of the boost clock
     memory: float

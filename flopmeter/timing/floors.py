@@ -23,7 +23,7 @@ def least_seconds(cost: Cost, device: Hardware, switches: Switches) -> float:
 
 
 def peak_of(cost: Cost, device: Hardware, switches: Switches) -> Peak:
-    """Of the unit that runs its products."""
+    """The peak of the unit that runs its products."""
     return device.contraction_peak(switches.matmul_dtype(cost), fp16_accumulate=switches.fp16_accumulate)
 
 

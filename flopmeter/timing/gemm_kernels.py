@@ -112,9 +112,9 @@ HALF_RATE_MMA = MMA._replace(stores_each_tile=False)
 # computes while another waits. Set on [timm].
 CONVOLUTIONS = SIMT._replace(overlap_exponent=4.0, wave_cycles=500.0, only_tiles=True)
 
-# Rows and columns that kernels for weights of few bits have beside the tiles above, since they are for few rows: an
-# `mma` has 16 (Marlin, github.com/IST-DASLab/marlin; Triton's kernels for experts, BLOCK_SIZE_M from 16 on). Weights of
-# 16 bits take longer to read than a tile of 64 rows to multiply.
+# Rows and columns that kernels for weights of few bits have in addition to the tiles above, since they are for few
+# rows: an `mma` has 16 (Marlin, github.com/IST-DASLab/marlin; Triton's kernels for experts, BLOCK_SIZE_M from 16 on).
+# Weights of 16 bits take longer to read than a tile of 64 rows to multiply.
 _FEW_ROWS = ((16, 256), (16, 128), (32, 256), (32, 128))
 
 # A tile reads a short piece of each of its columns of weights, which lie in as many pages of memory. GDDR has few banks
@@ -180,7 +180,7 @@ _TILES_IN_NAMES = tuple(
 
 
 def named(kernel_name: str) -> NamedKernel:
-    """All that is told by the name of any kernel."""
+    """What the name of a kernel tells about it."""
     is_ampere = any(shape in kernel_name for shape in _AMPERE_INSTRUCTIONS)
     for pattern in _TILES_IN_NAMES:
         if found := pattern.search(kernel_name):

@@ -22,7 +22,7 @@ class GridTime(NamedTuple):
 
 
 def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -> GridTime:
-    """`cached_share`: the share of the kernel's bytes that the L2 cache holds."""
+    """What a grid's steps add. `cached_share`: the share of the kernel's bytes that the L2 cache holds."""
     if grid is None or not grid.blocks * grid.threads or not _waits(grid, hardware):
         return GridTime()
     shared = blocks_of_result(grid, hardware)
@@ -30,8 +30,8 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
     at_a_time = _blocks_of_sm(grid, hardware) * hardware.sm_count
     of_memory, of_cache = _step_cycles(grid)
     access = (1.0 - cached_share) * of_memory + cached_share * of_cache
-    started, turns = blocks_of_loop(grid.loop, hardware) if grid.loop else (blocks, 1)
-    waves = max(turns, blocks / at_a_time)
+    started, rounds = blocks_of_loop(grid.loop, hardware) if grid.loop else (blocks, 1)
+    waves = max(rounds, blocks / at_a_time)
     joining = 0.0
     if shared > 1:
         waves = ceil(waves)
@@ -59,20 +59,21 @@ def _blocks_of_sm(grid: ThreadGrid, hardware: Hardware) -> int:
 
 
 def _step_cycles(grid: ThreadGrid) -> tuple[float, float]:
-    """From memory and from the cache. Threads that take a few elements in turn keep to the pages of others."""
+    """Cycles of a step that reads from memory, and from the cache. Threads that take a few elements in turn share pages
+    with others."""
     if grid.by_element and not grid.loop:
         return constants.MEMORY_LATENCY_CYCLES, constants.CACHE_LATENCY_CYCLES
     return constants.STEP_CYCLES, constants.CACHED_STEP_CYCLES
 
 
 def _waits(grid: ThreadGrid, hardware: Hardware) -> bool:
-    """On AMD's, torch loads all elements of a thread before it stores one (elementwise_kernel_manual_unroll in
-    CUDALoops.cuh)."""
+    """Whether threads wait for one access before they ask for the next. On AMD torch loads all elements of a thread
+    before it stores one (elementwise_kernel_manual_unroll in CUDALoops.cuh)."""
     return hardware.vendor == "nvidia" or (hardware.vendor == "amd" and not grid.by_element)
 
 
 def blocks_of_loop(loop: GridLoop, hardware: Hardware) -> tuple[int, int]:
-    """How many blocks start, those without work included, and how many turns one takes."""
+    """How many blocks start, those without work included, and how many rounds one takes."""
     in_row = max(1, min(loop.longest, loop.blocks_per_sm * hardware.sm_count))
     return loop.rows * in_row, ceil(loop.longest / in_row)
 

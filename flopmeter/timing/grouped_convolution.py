@@ -22,7 +22,7 @@ FILTER_GRADIENT_CHANNELS = 64
 # in bf16, most of them 300 to 390; 105 to 110 in tf32.
 PACKED_SHARE = {2: 0.45, 4: 0.34}
 
-# Up to so many groups whose channels are no power of two run forward one by one (each on a stream of its own, so that
+# Up to this many groups whose channels are no power of two run forward one by one (each on a stream of its own, so that
 # one starts in the last wave of another), on kernels with Ampere's instructions that take 32 channels at a time and 64
 # filters: 3, 4 and 8 groups did in channels-last and 4 in NCHW; 9 and 10 did not, nor 8 in NCHW, nor any gradient.
 # Together they reach 205 to 290 TFLOP/s, zeros included.
@@ -79,7 +79,7 @@ def packed_seconds(shape: Convolution, implicit: Matmul, item_bytes: float, flop
 
 
 def layout_seconds(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> float:
-    """Seconds of the kernels around that, without those that turn NCHW, which widen groups too, but the filters."""
+    """Seconds of the kernels around that, except those that convert NCHW (and widen groups, but not the filters)."""
     wider = power_of_two_from(shape.channels) / shape.channels
     if wider == 1 or not shape.tensors:
         return 0.0
@@ -103,5 +103,5 @@ def _runs_alone(shape: Convolution, implicit: Matmul) -> bool:
 
 
 def _filled(number: int, side: int) -> int:
-    """As many as full tiles of this side have."""
+    """The size rounded up to full tiles of this side."""
     return ceil(number / side) * side

@@ -48,16 +48,17 @@ from flopmeter.timing.bandwidth import (
     threads_of,
 )
 from flopmeter.timing.convolution import (
+    converts_layout,
     convolution,
     depthwise,
     image_alignment_bytes,
     is_depthwise,
     is_hopper,
-    is_turned,
     with_conversions,
 )
 from flopmeter.timing.gemm_kernels import (
     UNNAMED,
+    GemmKernels,
     NamedKernel,
     ampere_kernel_share,
     as_found_by,
@@ -116,8 +117,8 @@ def price(
 
 
 def _has_few_flops(cost: Cost, arithmetic: float, hardware: Hardware) -> bool:
-    """`arithmetic`: seconds of all instructions of functions such as exp, and of multiply-adds as if no tile were
-    padded."""
+    """Whether arithmetic takes less than half as long as memory traffic. `arithmetic`: seconds of all instructions of
+    functions such as exp, and of multiply-adds as if no tile were padded."""
     return 2 * arithmetic < cost.bytes / hardware.bandwidth_bytes_per_s
 
 
@@ -137,7 +138,6 @@ def _matmuls(
         unpacks_weights=isinstance(work, MatmulWork | GroupedMatmulWork) and work.unpacks_weights,
         groups=isinstance(work, GroupedMatmulWork),
     )
-    library = as_ran(ran, library)
     if isinstance(work, FormulaWork):  # timed like a matmul that fills the device
         compute = 2 * work.macs / peak.sustained_flop_per_s
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
@@ -146,17 +146,7 @@ def _matmuls(
         was_compared = not work.shape.is_backward or work.backend == "flash"
         kind = "attention" if was_compared else "attention backward"
         return attention(cost, work, hardware, peak, cached_bytes), kind
-    rates = Rates(
-        peak.sustained_flop_per_s,
-        max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),
-        hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware) * library.memory_share,
-        hardware.sm_count,
-        clock_hz(hardware),
-        library,
-        hardware.l2_cache_bytes or 0,
-    )
-    if isinstance(work, MatmulWork | GroupedMatmulWork):
-        rates = rates._replace(bytes_per_s=rates.bytes_per_s * tiled_read_share(work.matmuls, hardware, peak))
+    rates = _rates(cost, work, as_ran(ran, library), hardware, peak)
     saved = cached_bytes * max(0.0, 1 - rates.bytes_per_s / rates.cache_bytes_per_s)
     moved = MatmulBytes(cost.bytes - saved, cost.bytes_written, item_bytes_of(cost.dtype))
     if isinstance(work, ConvolutionWork):
@@ -167,24 +157,41 @@ def _matmuls(
         return unpacking(work.matmul, constants.UNPACKING[work.bits], moved, rates), "small product"
     if isinstance(work, GroupedMatmulWork):
         return side_by_side(work.matmuls, moved, rates), "grouped product"
-    slow = _for_rows(work.alignment_bytes, rates, hardware, peak) if peak.unit == "matrix" else rates
-    across_depth = isinstance(work, MatmulWork) and work.across_depth
-    if across_depth and peak.unit == "matrix" and moved.item_bytes == constants.TF32_BYTES:
-        # `wgmma` turns operands of 16 bits alone around (PTX ISA, "Strides" of its matrices in shared memory).
-        turned = rates.slowed(ampere_kernel_share(hardware)) if is_hopper(hardware) else rates
-        slow, rates = turned if slow is rates else slow, turned
     if isinstance(work, RecurrentWork):
+        slow = _for_rows(work.alignment_bytes, rates, hardware, peak)
         return _recurrent(work, moved, slow, hardware), "recurrent product"
-    as_they_are, kind = _sum_of_matmuls(work, moved, slow)
+    if work.across_depth and peak.unit == "matrix" and moved.item_bytes == constants.TF32_BYTES and is_hopper(hardware):
+        # `wgmma` only transposes operands of 16 bits (PTX ISA, "Strides" of its matrices in shared memory).
+        aligned = rates.slowed(ampere_kernel_share(hardware))
+    else:
+        aligned = rates
+    slow = _for_rows(work.alignment_bytes, rates, hardware, peak)
+    as_they_are, kind = _sum_of_matmuls(work, moved, aligned if slow is rates else slow)
     if slow is rates or not work.may_pad:
         return as_they_are, kind
-    return fastest((as_they_are, _padded(cost, work, moved, rates))), kind
+    return fastest((as_they_are, _padded(cost, work, moved, aligned))), kind
+
+
+def _rates(cost: Cost, work: MatrixWork, library: GemmKernels, hardware: Hardware, peak: Peak) -> Rates:
+    """What these kernels sustain on the unit."""
+    bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware) * library.memory_share
+    if isinstance(work, MatmulWork | GroupedMatmulWork):
+        bandwidth *= tiled_read_share(work.matmuls, hardware, peak)
+    return Rates(
+        peak.sustained_flop_per_s,
+        max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),
+        bandwidth,
+        hardware.sm_count,
+        clock_hz(hardware),
+        library,
+        hardware.l2_cache_bytes or 0,
+    )
 
 
 def _for_rows(alignment_bytes: int, rates: Rates, hardware: Hardware, peak: Peak) -> Rates:
-    """Those of kernels for rows that begin at multiples of so many bytes. Under the power limit these reach as many
-    FLOP/s as others do, unless the boost clock bounds them before."""
-    if alignment_bytes >= constants.FULL_ALIGNMENT_BYTES:
+    """The rates of kernels for rows that begin at multiples of that many bytes. Under the power limit these kernels
+    reach as many FLOP/s as others do, unless the boost clock bounds them before."""
+    if alignment_bytes >= constants.FULL_ALIGNMENT_BYTES or peak.unit != "matrix":
         return rates
     share = ampere_kernel_share(hardware)
     sustained = min(rates.flop_per_s, share * peak.burst * peak.flop_per_s)
@@ -204,7 +211,7 @@ def _convolution(
         rates = rates.within(peak.flop_per_s * peak.burst * ampere_kernel_share(hardware))
     if peak.unit == "matrix" and is_hopper(hardware) and not shape.channels_last:
         rates = _for_rows(image_alignment_bytes(shape, moved.item_bytes), rates, hardware, peak)
-    if peak.unit == "matrix" and is_turned(shape, implicit, moved.item_bytes, hardware):
+    if peak.unit == "matrix" and converts_layout(shape, implicit, moved.item_bytes, hardware):
         shape = shape._replace(channels_last=True)
     busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
@@ -232,7 +239,7 @@ def _one_after_another(shapes: Iterable[Matmul], each: MatmulBytes, rates: Rates
 
 
 def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: Hardware) -> Busy:
-    """The time of all steps one after another, whose weights stay on the chip or in the L2 cache, and of the products
+    """Seconds of all steps, one after another, whose weights stay on the chip or in the L2 cache; and of the products
     with the inputs and the gradients of weights, which are ready for all steps at once."""
     recurrence = work.recurrence
     in_cache = MatmulBytes(0.0, 0.0, moved.item_bytes)
@@ -262,14 +269,15 @@ def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: 
 
 
 def _keeps_weights(recurrence: Recurrence, hardware: Hardware) -> bool:
-    """Large devices as torch sees them (`use_persist_device_heuristics` in aten/src/ATen/native/cudnn/RNN.cpp)."""
+    """Whether the device counts as large for torch (`use_persist_device_heuristics` in
+    aten/src/ATen/native/cudnn/RNN.cpp), so that one kernel runs all steps."""
     major, minor = hardware.compute_capability or (0, 0)
     is_large = (major, minor) == (7, 0) or (major >= 8 and minor != 6 and hardware.sm_count >= 98)
     return recurrence.keeps_weights == "everywhere" or (recurrence.keeps_weights == "on large devices" and is_large)
 
 
 def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
-    """All other work than matmuls, at the rate of the vector units, beside which another unit converts."""
+    """Seconds of all work but matmuls, on the vector units; another unit converts at the same time."""
     flops = cost.flops - 2 * cost.macs
     if cost.op_class == ELEMENTWISE and cost.access != "fused":
         flops += (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
@@ -306,7 +314,7 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
 
 
 def _sms_of_threads(cost: Cost, work: VectorWork, hardware: Hardware) -> float:
-    """The share of the device's places for threads that the kernel fills; a copy over the link has its own engine."""
+    """The share of the device's thread slots that the kernel fills; a copy over the link has its own engine."""
     if isinstance(cost.work, HostCopy):
         return 0.0
     grid = work.grid
@@ -316,7 +324,7 @@ def _sms_of_threads(cost: Cost, work: VectorWork, hardware: Hardware) -> float:
 
 
 def _further_kernel(rows: Reread, cost: Cost, hardware: Hardware) -> Busy:
-    """The time of a kernel that an op launches beside the one that reads and writes all, with its start."""
+    """The time, start included, of a kernel that an op launches next to the one that reads and writes everything."""
     work, missed = VectorWork((rows,)), miss_share(rows, hardware)
     combining = _row_seconds(work, hardware) * _idle_stretch(work, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware)
@@ -348,16 +356,16 @@ def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tup
 
 
 def _rereads_on(hardware: Hardware, work: VectorWork) -> tuple[Reread, ...]:
-    """How long a block stays is known on devices of NVIDIA alone."""
+    """What the device reads again. How long a block stays on an SM is known only for NVIDIA."""
     if hardware.vendor == "nvidia":
         return work.rereads
     return tuple(row._replace(block=None, element_operations=0) if row.block else row for row in work.rereads)
 
 
 def _blocks_seconds(rows: Reread, block: BlockTime, hardware: Hardware) -> float:
-    """Of one block alone, whose weights come from memory wherever its row is, and of all that follow each other on full
-    SMs, with what their threads do with elements. Blocks stay longer where instructions wait longer for each other than
-    where cycles were counted."""
+    """The larger of two times: that of one block alone, which reads its weights from memory, and that of all blocks one
+    after another on full SMs, with the work of their threads on elements. Cycles were counted on one device; blocks
+    stay longer on devices whose instructions wait longer for each other."""
     waiting = arithmetic_latency_cycles(hardware) / constants.ARITHMETIC_LATENCY_CYCLES
     alone = block.alone * waiting + rows.accesses * constants.MEMORY_LATENCY_CYCLES
     waves = rows.rows / rows_in_flight(rows, hardware)
@@ -373,8 +381,8 @@ def _idle_stretch(work: VectorWork, hardware: Hardware) -> float:
 
 
 def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
-    """Time in which the threads of each row combine their partial results and do what is of other kinds than
-    arithmetic on its elements, which takes no lanes for fp32 where these are fewer than an SM issues to."""
+    """Seconds in which the threads of each row combine their partial results and do other work than arithmetic on its
+    elements. That takes no lanes for fp32 where an SM has fewer of these than it issues to."""
     untimed = [row for row in _rereads_on(hardware, work) if not row.block]
     threads = [row.rows * threads_of(row, hardware) for row in untimed]
     combining = sum(count * row.operations for count, row in zip(threads, untimed, strict=True))

@@ -71,7 +71,7 @@ class Busy(NamedTuple):
         return self.work_seconds + self.latency_seconds
 
     def then(self, other: Busy) -> Busy:
-        """Both, one after the other."""
+        """Both kernels, one after the other."""
         return Busy(
             self.compute_seconds + other.compute_seconds,
             self.memory_seconds + other.memory_seconds,
@@ -81,13 +81,13 @@ class Busy(NamedTuple):
         )
 
     def with_traffic(self, seconds: float, start_seconds: float = 0.0) -> Busy:
-        """And so much memory traffic of other kernels, before or after it, with the time in which they start."""
+        """The same with that much memory traffic of other kernels before or after it, and the time of their starts."""
         compute, memory, work, *rest = self  # not by `_replace`, since products are tried in many ways
         return Busy(compute, memory + seconds, work + (seconds + start_seconds), *rest)
 
 
 class _Tile(NamedTuple):
-    """Of a tile."""
+    """The size of a tile and what it reaches."""
 
     rows: int
     columns: int
@@ -118,7 +118,7 @@ def _loads(rows: int, columns: int, cluster: int) -> float:
 
 
 def overlap(compute: float, memory: float, exponent: float) -> float:
-    """Both together: (compute^p + memory^p)^(1/p)."""
+    """The time of both together: (compute^p + memory^p)^(1/p)."""
     larger = max(compute, memory)
     if not larger:
         return 0.0
@@ -157,7 +157,7 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
 
 
 def _fitting(tiles: list[_Tile], m: int, n: int) -> Iterator[_Tile]:
-    """Without tiles that cover the output in no fewer than a smaller one, which can only be slower."""
+    """The tiles without those that need no fewer blocks than a smaller one does, which can only be slower."""
     least = inf
     for tile in tiles:
         count = ceil(m / tile.rows) * ceil(n / tile.columns)
@@ -182,9 +182,9 @@ def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> 
 
 
 def unpacking(shape: Matmul, kernel: UnpackingKernel, moved: MatmulBytes, rates: Rates) -> Busy:
-    """With weights of 4 or 8 bits, by the kernel that torch has for them. It loads weights to registers, converts and
-    multiplies in turns, as kernels before `cp.async` do, and what it issues takes longer than the arithmetic. Each tile
-    of rows converts all weights again."""
+    """Seconds with weights of 4 or 8 bits, by the kernel that torch has for them. It loads weights to registers,
+    converts and multiplies in turns, as kernels before `cp.async` do, and its instructions take longer than the
+    arithmetic. Each tile of rows converts all weights again."""
     rows, columns = kernel.tile
     tiles = ceil(shape.m / rows) * ceil(shape.n / columns)
     waves = shape.batch * ceil(tiles / rates.sm_count)
@@ -199,8 +199,9 @@ def unpacking(shape: Matmul, kernel: UnpackingKernel, moved: MatmulBytes, rates:
 def _in_waves(
     tiles: int, tile: _Tile, loads: float, stored_bytes: float, depth: float, moved: MatmulBytes, rates: Rates
 ) -> Busy:
-    """One tile on each SM at a time. A tile at the edge takes as long as a full one, and SMs without a tile in the last
-    wave wait. `loads`: elements for each step of the depth. `stored_bytes`: of a tile that no edge cuts."""
+    """Seconds of tiles with one on each SM at a time. A tile at the edge takes as long as a full one, and SMs without a
+    tile in the last wave wait. `loads`: elements for each step of the depth. `stored_bytes`: of a tile that no edge
+    cuts."""
     kernels = rates.kernels
     step = kernels.depth_step_bytes / moved.item_bytes
     depth = ceil(depth / step) * step
@@ -229,7 +230,7 @@ def _shared_elements(tile: _Tile, kernels: GemmKernels) -> int:
 
 
 def _with_power(way: Busy, macs: int, rates: Rates) -> Busy:
-    """No faster than the power limit allows. Padding takes time, but hardly any power: it multiplies zeros."""
+    """The time under the power limit. Padding takes time but hardly any power: it multiplies zeros."""
     least = 2 * macs / rates.flop_per_s
     return way._replace(compute_seconds=max(way.compute_seconds, least), work_seconds=max(way.work_seconds, least))
 

@@ -110,7 +110,7 @@ class Memory:
         return self.fits_in(usable_bytes(hardware), allocator=allocator)
 
     def fits_in(self, usable_bytes: int, *, allocator: bool = False) -> bool:
-        """The same for so many bytes."""
+        """The same for that many usable bytes."""
         if not allocator:
             return self.steady_peak_bytes <= usable_bytes
         try:
@@ -138,7 +138,7 @@ class Memory:
         )
 
     def _asked_for(self, blocks: tuple[MemoryBlock, ...], *, repeats: bool = False) -> tuple[Lifetime, ...]:
-        """All that the allocator serves: these tensors, and the scratch memory of ops."""
+        """All blocks that the allocator serves: these tensors, and the scratch memory of ops."""
         if self.device is None:
             return blocks
         return *blocks, *scratch_of(self.trace, self.steps, self.device, repeats=repeats)
@@ -152,8 +152,8 @@ class Memory:
         return self._totals.index(max(self._totals))
 
     def _lives(self) -> Iterator[tuple[int, Life]]:
-        """Of each storage on the program's device, in the first `steps` ops. A storage that is resized counts as a new
-        one; the old memory is freed after its contents were copied."""
+        """The life of each storage on the program's device, in the first `steps` ops. A storage that is resized counts
+        as a new one; the old memory is freed after its contents were copied."""
         changed, device = self.lives or {}, self.trace.device
         resizes: dict[int, list[Resize]] = {}
         for resize in self.trace.resizes:

@@ -1,4 +1,4 @@
-"""Memory that ops ask torch's allocator for, beside the tensors that they return: it belongs to no tensor of the
+"""Memory that ops ask torch's allocator for in addition to the tensors that they return. It belongs to no tensor of the
 program, but torch.cuda.max_memory_allocated() counts it.
 
 Two of these are large and follow from torch's source: the workspace of cuBLAS (aten/src/ATen/cuda/CublasHandlePool.cpp;
@@ -38,7 +38,7 @@ class Scratch(NamedTuple):
 
 
 def scratch_of(trace: Trace, steps: int, device: Hardware, *, repeats: bool = False) -> Iterator[Scratch]:
-    """Of the first `steps` ops. `repeats`: the program ran before, so what a thread keeps is there from the start."""
+    """Scratch memory of the first `steps` ops. `repeats`: the program ran before; what a thread keeps is there."""
     workspace = workspace_bytes(device)
     if not workspace:
         return
@@ -58,20 +58,20 @@ def scratch_of(trace: Trace, steps: int, device: Hardware, *, repeats: bool = Fa
 
 
 def workspace_bytes(device: Hardware) -> int:
-    """Of cuBLAS, for one thread and stream; 0 for the libraries of other makers, which ask for other sizes."""
+    """Bytes of cuBLAS's workspace for a thread and stream; 0 for other vendors' libraries, which differ."""
     if device.compute_capability is None:
         return 0
     return _WIDE_WORKSPACE_BYTES if device.compute_capability[0] in _WIDE_MAJORS else _WORKSPACE_BYTES
 
 
 def kept_bytes(trace: Trace, device: Hardware) -> int:
-    """What the ops so far asked for and keep."""
+    """Bytes that the ops so far asked for and keep."""
     return sum(block.nbytes for block in scratch_of(trace, len(trace.ops), device) if block.died is None)
 
 
 def _flash_backward_bytes(call: Call) -> int:
-    """The gradient of q and a number a row in fp32, with rows and heads rounded up; where heads share keys, the
-    gradients of k and v for each head of queries."""
+    """Bytes of the gradient of q and of a number a row in fp32, with rows and heads rounded up; where heads share keys,
+    also of the gradients of k and v for each head of queries."""
     q, k = call.argument("query"), call.argument("key")
     head_dim = ceil(q.shape[-1] / _ROUNDED_HEAD) * _ROUNDED_HEAD
     if len(q.shape) == 3:  # packed

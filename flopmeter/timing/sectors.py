@@ -1,5 +1,5 @@
-"""Memory that kernels move beside what they touch: devices read and write it in sectors, and elements that lie apart
-leave a part of each unused."""
+"""Memory that kernels move in addition to what they touch: devices read and write it in sectors, and elements that lie
+apart leave a part of each unused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flopmeter.timing import constants
 
 
 class _Gapped(NamedTuple):
-    """A region that leaves a part of its sectors unused."""
+    """A region with gaps, which leaves a part of its sectors unused."""
 
     place: TensorSpec  # alike for regions between each other, such as even and odd places of a tensor
     touched_bytes: int
@@ -24,8 +24,8 @@ class _Gapped(NamedTuple):
 
 
 def unused_bytes(cost: Cost, hardware: Hardware) -> int:
-    """Bytes that a kernel moves between memory and cache beside those that it touches. What it writes of a sector is
-    put to the rest, which is read for that unless the cache holds all of them."""
+    """Bytes that a kernel moves between memory and cache in addition to those that it touches. Where it writes a part
+    of a sector, the rest is read first, unless the cache holds all of them."""
     sector = constants.AMD_LINE_BYTES if hardware.vendor == "amd" else SECTOR_BYTES
     read, written = _gapped(cost.reads, sector), _gapped(cost.writes, sector)
     if not read and not written:
@@ -37,7 +37,8 @@ def unused_bytes(cost: Cost, hardware: Hardware) -> int:
 
 
 def _unused(read: Sequence[_Gapped]) -> int:
-    """Regions between each other are read at once. (What is written between each other, by `cat`, is not.)"""
+    """Bytes of sectors that nothing read uses. Interleaved regions, such as even and odd places of a tensor, are read
+    at once. (What `cat` writes interleaved is not written at once.)"""
     touched: Counter[TensorSpec] = Counter()
     for each in read:
         touched[each.place] += each.touched_bytes
@@ -46,7 +47,7 @@ def _unused(read: Sequence[_Gapped]) -> int:
 
 
 def _gapped(regions: Sequence[Region], sector_bytes: int) -> list[_Gapped]:
-    """Those that are touched in full: of others it is not known where."""
+    """The regions with gaps that are touched in full; of others it is not known which parts are touched."""
     found = []
     for spec, nbytes in regions:
         if spec is not None and spec.is_strided and nbytes == spec.nbytes:

@@ -62,12 +62,12 @@ def time_kernels(
 
 
 def _alone(run: Launched, lead: float = 0.0) -> list[Timing]:
-    """From when the device is free. The host began `lead` seconds before."""
+    """The timings from when the device is free. The host began `lead` seconds before."""
     return _in_order(run, lead) if run.launches.placements is None else time_ranks({0: run}, lead)[0]
 
 
 def _in_order(run: Launched, lead: float) -> list[Timing]:
-    """On one stream."""
+    """The timings of the kernels on one stream."""
     launches, _, host = run
     timings: list[Timing] = []
     enqueued = -lead  # when the host has sent the kernel
@@ -85,11 +85,9 @@ def _in_order(run: Launched, lead: float) -> list[Timing]:
 
 
 def _as_a_turn(run: Launched, once: list[Timing]) -> list[Timing]:
-    """One turn of a loop that runs for long. `once`: from an idle device.
-
-    If the host never waits and the device takes longer, the host gets further ahead with every turn: all of a turn is
-    enqueued before the device begins with it. Else it is ahead by what the device has left to do when the host is done.
-    """
+    """The timings of one iteration of a loop that runs for long. `once`: the timings from an idle device. If the host
+    never waits and the device takes longer, the host gets further ahead with every iteration: everything is enqueued
+    before the device begins. Else the host is ahead by what the device has left to do when the host is done."""
     waits = [run.host_waits_for(number) for number in range(len(once))]
     host = host_seconds(run.launches, run.host)
     if not any(waits):
@@ -115,7 +113,7 @@ class Launched(NamedTuple):
     host: Host
 
     def price(self, number: int) -> _Priced:
-        """Of a chain of kernels that one op launches no more than the host can launch meanwhile."""
+        """A kernel's price. A chain of kernels that one op launches takes no less than the host takes to launch it."""
         priced = self.prices(number)
         if self.prices.is_cpu:
             return priced
@@ -156,7 +154,7 @@ def _works(launched: Launched) -> list[Activity]:
 
 
 def messages_of(ops: Iterable[Op]) -> Counter[Party]:
-    """How many messages went each way."""
+    """How many messages went in each direction."""
     collectives = (op for op in ops if op.call.func._schema.name in COLLECTIVE_OPS)
     kernels = (Kernel((op,), cost, 0, 0) for op in collectives for cost in costs_of(op.call))
     return Counter(party for kernel in kernels if is_message(kernel.cost) and (party := _party_of(kernel)))

@@ -45,7 +45,7 @@ class Packets:
         return _or_absent(getattr(torch.ops, self._namespace), name, f"{self._namespace}.{name}")
 
     def present(self, *names: str) -> tuple[OpOverloadPacket, ...]:
-        """Those of the operators that this torch has."""
+        """Those of these operators that this torch has."""
         namespace = getattr(torch.ops, self._namespace)
         return tuple(getattr(namespace, name) for name in names if hasattr(namespace, name))
 
@@ -78,8 +78,13 @@ def _absent(name: str) -> Absent:
 
 
 def of_tensors(arguments: Iterable[Any]) -> list[Any]:
-    """Those arguments, or results, of a schema that are tensors, lists of them or may be one."""
+    """Those arguments, or results, of a schema that are tensors, lists of tensors, or may be one."""
     return [argument for argument in arguments if "Tensor" in str(argument.type)]
+
+
+def traced_size(size: Any) -> int:
+    """The size as a number; a symbolic one of the compiler as that which it was traced with."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 aten = Packets("aten")

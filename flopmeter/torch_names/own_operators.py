@@ -57,8 +57,7 @@ def _in_place(*_tensors: Sequence[Tensor], **_kernel: object) -> None:
 
 
 def _in_order_of(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """A dense tensor whose dimensions have the same order in memory as those of another tensor, the last one
-    contiguous."""
+    """A dense tensor whose dimensions lie in the order of another tensor's, the last one contiguous."""
     last, steps = len(shape) - 1, like.stride()
     order = sorted(range(last), key=lambda dim: -steps[dim])
     strides, step = [1] * len(shape), shape[last]

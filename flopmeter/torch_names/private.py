@@ -209,7 +209,7 @@ THIRD_DEVICE = listed(
     MHA_FAST_PATH,
     "torch.utils.backend_registration",
     "_privateuse1_backend_name",
-    "a device that the fast path takes beside cuda",
+    "a device that the fast path takes besides cuda",
 )
 _FLEX, _FLEX_API = "torch._higher_order_ops.flex_attention", "torch.nn.attention.flex_attention"
 FLEX_VALIDATE = _flex(_FLEX_API, "_validate_device", "where it refuses a device")

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 
 
 class SharedPatch:
-    """A context: the first user makes the patch, the last one undoes it. `install` makes it, and returns what undoes
-    it."""
+    """A context: the first user makes the patch, the last one undoes it. `install` returns what undoes it."""
 
     def __init__(self, install: Callable[[], ExitStack]) -> None:
         self._install, self._undo = install, ExitStack()

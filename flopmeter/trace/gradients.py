@@ -30,7 +30,7 @@ IN_PLACE: dict[OpOverload, tuple[OpOverload, tuple[Any, ...]]] = {  # and the ar
 def without_a_mode(
     func: OpOverload, args: tuple[Any, ...], recorded: Sequence[Op], number_of: Callable[[Tensor], int]
 ) -> tuple[OpOverload, tuple[Any, ...]]:
-    """What a formula runs without a dispatch mode in place of `func`."""
+    """The op that a formula would run in place of `func` without a dispatch mode."""
     if not _is_formula() or not recorded:
         return func, args
     before = recorded[-1]
@@ -40,6 +40,6 @@ def without_a_mode(
 
 
 def _is_formula() -> bool:
-    """Whether autograd's engine itself calls, and no function of the program's; transforms wrap tensors."""
+    """Whether autograd's engine itself makes the call, not a function of the program. (Transforms wrap tensors.)"""
     is_backward = graph_task() != -1 and peek_interpreter_stack() is None
     return is_backward and sys._getframe(3).f_code is run_backward.__code__

@@ -34,8 +34,7 @@ class Handling(NamedTuple):
 
 
 def is_composite(func: OpOverload) -> bool:
-    """Whether the op is made of others, above autograd: its parts reach a dispatch mode, and as a rule the op itself
-    does not."""
+    """Whether the op is made of others above autograd: a dispatch mode sees these, and as a rule not the op."""
     name = func.name()
     return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CPU") or has_kernel(name, "Meta"))
 

@@ -45,8 +45,7 @@ def _while_loop(goes_on: Body, body: Body, carried: Sequence[Any], additional: S
 
 
 def _scan(combine: Body, carried: Sequence[Any], xs: Sequence[Tensor], additional: Sequence[Any] = ()) -> list[Any]:
-    """carried, y = combine(carried, x) for each x along the first dimension. Returns the last `carried`, then all y,
-    stacked."""
+    """carried, y = combine(carried, x) along the first dimension. Returns the last `carried`, then all y, stacked."""
     ys = []
     for x in zip(*(each.unbind() for each in xs), strict=True):
         result = combine(*carried, *x, *additional)

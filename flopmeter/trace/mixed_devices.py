@@ -20,7 +20,7 @@ _BRIDGES = (
     aten.full_like, aten.rand_like, aten.randn_like, aten.new_empty, aten.new_empty_strided, aten.new_zeros,
     aten.new_ones, aten.new_full,
 )  # fmt: skip
-_LISTED = 6  # an error names at most so many tensors
+_LISTED = 6  # an error names at most this many tensors
 
 
 class MixedDevicesError(RuntimeError):

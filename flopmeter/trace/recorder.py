@@ -227,7 +227,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def in_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Of an optimizer whose hooks no one calls."""
+        """The step of an optimizer whose hooks no one calls."""
         self._enter_step()
         try:
             yield
@@ -373,7 +373,7 @@ class Recorder(TorchDispatchMode):
         return arrival, result
 
     def _kernel(self, arrival: _Arrival) -> Callable[..., Any] | None:
-        """What runs in place of the op, if anything does."""
+        """The function that runs in place of the op, if there is one."""
         if arrival.handling.is_foreach and reaches_kernel_directly() and all(map(is_dense_meta, arrival.tensors)):
             return functools.partial(once_for_each_geometry, arrival.func)
         return self._overrides.get(arrival.func)

@@ -105,6 +105,6 @@ def _tensor_maker(tensor: Tensor, taken: set[int]) -> ResultMaker | None:
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last, gaps included: torch.empty_strided allocates so many."""
+    """Elements from the first to the last, gaps included: torch.empty_strided allocates that many."""
     steps = zip(tensor.size(), tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0

@@ -1,4 +1,4 @@
-"""Tensors that are on no device: those of a model that a program makes on the device meta before its weights come.
+"""Tensors that are on no device: those of a model that a program makes on the device meta before its weights arrive.
 
 Where meta stands for a GPU, these go on saying meta. They take no memory there, and ops on them launch nothing.
 """
@@ -35,8 +35,7 @@ class ShapesOnly(MarkedStorages):
     """The storages of tensors that are shapes only."""
 
     def covers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an op on these is one on shapes only. One that asks for a device, or is given a storage, has its
-        result there."""
+        """Whether the op's result is shapes only too: not if it asks for a device, or is given a storage."""
         if not self._storages or kwargs.get("device") is not None:
             return False
         if any(isinstance(arg, torch.UntypedStorage) for arg in args):

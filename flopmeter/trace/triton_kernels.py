@@ -52,7 +52,7 @@ class Analysed(NamedTuple):
     written: frozenset[str]
 
     def by_use(self, tensors: Mapping[str, T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
-        """Of these arguments by name: those that are only read, only written, and both."""
+        """Divides these arguments into those that are only read, only written, and both."""
         only_read, only_written = self.read - self.written, self.written - self.read
         read, written, updated = (
             tuple(tensor for name, tensor in tensors.items() if name in names)
@@ -110,7 +110,7 @@ _patch = SharedPatch(_install)
 
 
 def first_configuration(tuner: Any, *recorders: KernelRecorder) -> Any:
-    """That of an autotuned kernel, taken since none can be timed; the reports of these recorders say so."""
+    """The first configuration of an autotuned kernel, since none can be timed; reports of these say so."""
     for recorder, values in _listeners:
         if values is not None and recorder in recorders and len(tuner.configs) > 1:
             values.assume.note(FIRST_CONFIGURATION, tuner.base_fn.__name__)
@@ -193,7 +193,7 @@ def is_imported() -> bool:
 
 @contextmanager
 def without_device() -> Iterator[None]:
-    """In this context Triton generates code without a driver, if the program has imported it."""
+    """In this context Triton generates code without a driver, provided the program has imported Triton."""
     if not is_imported():
         yield
         return

@@ -154,8 +154,8 @@ class _Interpreter:
         return results
 
     def _ways(self, jump: Statement, values: dict[str, Scalar], function: Function) -> list[tuple[str, int | Tensor]]:
-        """Where the programs go that reach the end of a block, and which share of them: an early return is a jump to a
-        block that returns."""
+        """Where the programs that reach the end of a block go on, and which share of them: an early return is a jump to
+        a block that returns."""
         if not jump.name.startswith("cf."):
             return []
         targets = _LABEL.findall(jump.text)
@@ -243,7 +243,7 @@ class _Interpreter:
                 self._bind(statement, results, values)
 
     def _longer(self, statement: Statement, values: dict[str, Scalar], weight: int | Tensor) -> None:
-        """Of the branches, the one in which more runs."""
+        """Counts the branch in which more runs."""
         before, after = self.counts, [self.counts]
         for _, body in statement.regions:
             self.counts = dict(before)

@@ -191,7 +191,7 @@ def _cudnn_takes_batch_norm(
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """cuDNN reads contiguous or channels-last memory."""
+    """The tensor as cuDNN reads it: contiguous or channels-last."""
     layout = CHANNELS_LAST.get(tensor.dim())
     if layout is not None and tensor.is_contiguous(memory_format=layout):
         return tensor

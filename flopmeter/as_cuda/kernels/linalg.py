@@ -21,8 +21,8 @@ from flopmeter.torch_names.operators import aten_overloads
 
 
 def install(scope: Emulation) -> None:
-    """For tensors on meta and on the CPU (a program may use the values of the latter). matrix_norm, cond and
-    matrix_rank call these ops. Under vmap and torch.func.grad torch computes the vectors without a mode too."""
+    """Installs it for tensors on meta and on the CPU (a program may use the values of the latter). matrix_norm, cond
+    and matrix_rank call these ops. Under vmap and torch.func.grad torch computes the vectors without a mode too."""
     for name, values in VALUES_ONLY.items():
         op = dispatcher.overload(name)
         if op is None:

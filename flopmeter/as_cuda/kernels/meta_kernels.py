@@ -124,7 +124,7 @@ def fake_quantize_backward(
 
 
 def padded_dense_to_jagged(dense: Tensor, offsets: Sequence[Tensor], total_length: int | None = None) -> Tensor:
-    """torch has this one for FakeTensors. `total_length`: of all rows together, which torch.nested tells."""
+    """The kernel that torch has for FakeTensors. `total_length`: of all rows together, which torch.nested knows."""
     if total_length is None:
         raise NotImplementedError("the last offset has no value on meta: tell how many rows there are, as total_L")
     return dense.new_empty(total_length, *dense.shape[1 + len(offsets) :])

@@ -149,5 +149,5 @@ def lstm_cell(
 
 
 def gru_cell(tensor: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, *biases: Tensor | None) -> Tensor:
-    """The same."""
+    """Two products without bias, then one kernel for the gates."""
     return aten._thnn_fused_gru_cell(F.linear(tensor, w_ih), F.linear(hx, w_hh), hx, *biases)[0]

@@ -1,7 +1,7 @@
 """A step of the whole world, put together from the costs of its layers.
 
 Each rank of the pipeline is a list of activities for the timeline's simulation (timing/concurrency.py): passes of
-layers, FSDP's gathers and scatters beside them, sums over replicas, and messages between stages. Approximations beside
+layers, FSDP's gathers and scatters next to them, sums over replicas, and messages between stages. Approximations beside
 those of the timeline: a layer is one activity, whose demands are those of its kernels added up; the host is that of the
 layers; ranks of one stage are alike; Adam's time is in proportion to the shard.
 """
@@ -24,7 +24,7 @@ from flopmeter.timing.contention import Demand, Transfer, transfer_of
 
 Bound = Literal["compute", "memory", "communication", "overhead", "bubble", "delays"]
 GATHERED_BYTES, REDUCED_BYTES = 2, 4  # of a parameter in bf16, of a gradient in fp32
-# Streams of FSDP2, beside the one that computes.
+# Streams of FSDP2, in addition to the one that computes.
 GATHER, SCATTER, SUM = 1, 2, 3
 FIRST_MESSAGE = 4
 ROUNDS = 2  # multiples of the pipeline's length: from this number of microbatches on, each adds the same time to a step
@@ -67,7 +67,7 @@ class SplitWork(NamedTuple):
         return [self.parts(chunk * self.split.pp + rank) for chunk in range(self.split.chunks)]
 
     def order(self, rank: int, microbatches: int) -> list[Pass]:
-        """The rank's passes, with so many microbatches in a step."""
+        """The rank's passes, with that many microbatches in a step."""
         return order_of(rank, self.split.pp, microbatches, self.split.chunks, self.split.defers_weights)
 
     def shard_numel(self, part: PartCost) -> float:
@@ -76,7 +76,7 @@ class SplitWork(NamedTuple):
         return (part.parameters - part.expert_parameters + part.expert_parameters * split.ep) / split.shards
 
     def trained_numel(self, part: PartCost) -> float:
-        """Of these, the ones that are trained."""
+        """Those of these parameters that are trained."""
         return self.shard_numel(part) * part.trained_share
 
 
@@ -234,7 +234,7 @@ class _RankOfSplit:
         return after
 
     def _scatter(self, parts: list[PartCost]) -> None:
-        """Gradients are copied into the buffer in fp32, once the scatter before is done; scattered; and summed up over
+        """Gradients are copied into an fp32 buffer once the scatter before is done, scattered, and summed over
         replicas."""
         split, after = self._split, self._done
         for numel, _, ranks in self._sharded(parts):

@@ -74,7 +74,7 @@ class PartCost(NamedTuple):
 
     @property
     def gathered_bytes(self) -> int:
-        """Of the whole parameters, in the types in which products read them."""
+        """Bytes of the whole parameters, in the types in which products read them."""
         return PARAMETERS.itemsize * self.parameters - (PARAMETERS.itemsize - 1) * self.fp8_parameters
 
 
@@ -158,7 +158,7 @@ def _local_numel(tensor: Tensor) -> int:
 
 
 def _numel_of(module: nn.Module, trained: bool | None = None) -> int:
-    """Of all parameters that this rank has, or of those that are trained, or frozen."""
+    """The number of parameters on this rank: all of them, or only the trained or the frozen ones."""
     return sum(_local_numel(each) for each in module.parameters() if trained in (None, each.requires_grad))
 
 
@@ -226,7 +226,7 @@ class _PartsOfReport:
         return op.phase == "backward" and bool(op.call.outputs) and op.makes <= self._gradients
 
     def _held_for_weights(self) -> dict[int, int]:
-        """Of each part, the bytes made in the backward pass that gradients of parameters are made of."""
+        """For each part, the bytes made in the backward pass from which gradients of parameters are computed."""
         trace, place = self._report.memory.trace, _Place(self._prefix)
         first = next((number for number, op in enumerate(trace.ops) if op.phase == "backward"), len(trace.ops))
         found: dict[int, set[int]] = {}

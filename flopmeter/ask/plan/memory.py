@@ -26,15 +26,15 @@ FROZEN_BYTES = GATHERED_BYTES  # of a parameter that is not trained: in the type
 
 
 class MemoryUse(NamedTuple):
-    """Of the fullest rank."""
+    """The memory of the fullest rank."""
 
     peak_bytes: int  # the most that is in use
     reserved_bytes: int  # what torch's allocator takes from a device that has room for it
 
 
 def memory_of(work: SplitWork, usable_bytes: int | None = None) -> MemoryUse:
-    """Of the whole world. Raises OutOfMemoryError if that many bytes do not do. Unused segments are given back
-    before it fails."""
+    """The memory that the split takes. Raises OutOfMemoryError if it exceeds `usable_bytes` even after the allocator
+    has given unused segments back."""
     ranks = _fullest(work.split)
     uses = [RankMemory(work, rank, most_bytes=usable_bytes).step() for rank in ranks]
     use = MemoryUse(max(use.peak_bytes for use in uses), max(use.reserved_bytes for use in uses))
@@ -65,7 +65,7 @@ def _least_bytes(work: SplitWork, rank: int) -> float:
 
 
 def state_bytes(split: Split, trained: float, frozen: float) -> float:
-    """Of so many parameters that a rank keeps."""
+    """Bytes of a rank's parameters, their gradients and optimizer state."""
     return (AVERAGES_BYTES if split.shards > 1 else UNSHARDED_BYTES) * trained + FROZEN_BYTES * frozen
 
 
@@ -74,8 +74,8 @@ def _numel(chunks: list[list[PartCost]], numel_of: Callable[[PartCost], float]) 
 
 
 def _fullest(split: Split) -> list[int]:
-    """The ranks that may be. Those after the second one have no more layers, and fewer microbatches in flight; the last
-    one has the head."""
+    """The ranks that may be the fullest: ranks after the second one have no more layers and fewer microbatches in
+    flight; the last one has the head."""
     return sorted({0, min(1, split.pp - 1), split.pp - 1})
 
 
@@ -93,7 +93,7 @@ class RankMemory:
     def __init__(
         self, work: SplitWork, rank: int, most_bytes: int | None = None, capacity_bytes: int | None = None
     ) -> None:
-        """No more than `most_bytes` can be in use, or be reserved than the capacity."""
+        """At most `most_bytes` can be in use, and at most `capacity_bytes` reserved."""
         self._work, self._rank, self._split = work, rank, work.split
         self._chunks = work.chunks(rank)
         self._microbatches = min(work.microbatches, ROUNDS * self._split.pp)  # more do not fill it further
@@ -123,7 +123,7 @@ class RankMemory:
         return MemoryUse(self._peak, self._allocator.peak_reserved_bytes)
 
     def _take_state(self) -> None:
-        """And what a stage receives: torch keeps a buffer for each microbatch and direction."""
+        """Takes parameters and state, and a stage's inputs: torch keeps a buffer for each microbatch and direction."""
         for part in (part for parts in self._chunks for part in parts):
             numel = self._work.trained_numel(part)
             if part.frozen_parameters:
@@ -190,7 +190,7 @@ class RankMemory:
     def _play(
         self, part: PartCost, key: tuple[int, int, int], numbers: Iterable[int], skipped: frozenset[int] = frozenset()
     ) -> None:
-        """The part's blocks come and go, but for those that came as a message."""
+        """Takes and gives back the part's blocks, except those that came as a message."""
         held, blocks = self._blocks[key], part.blocks
         for number in numbers:
             if number < 0:
@@ -204,7 +204,7 @@ class RankMemory:
     # --- FSDP2 ---
 
     def _prefetch(self, group: _Group) -> None:
-        """The rank's shard in the type of products, and room for all."""
+        """Takes the rank's shard in the type of products, and room for all of the parameters."""
         if not self._is_sharded or not group or group[0] in self._whole or self._prefetched:
             return
         nbytes = sum(self._chunks[chunk][place].gathered_bytes for chunk, place in group)
@@ -215,7 +215,7 @@ class RankMemory:
         self._give(shard)
 
     def _gather(self, group: _Group) -> None:
-        """Into a buffer, and from there into parameters. The buffer before is given back once this one is full."""
+        """Gathers into a buffer and copies into parameters. The buffer before is given back once this one is full."""
         if not self._is_sharded or not group or group[0] in self._whole:
             return
         self._prefetch(group)
@@ -233,7 +233,7 @@ class RankMemory:
             self._give(self._whole.pop(each, []))
 
     def _reduce(self, group: _Group, scatters: bool) -> None:
-        """Gradients of a pass are added to those before, in fp32 if they are scattered later; or scattered."""
+        """Adds gradients of a pass to those before, in fp32 if they are scattered later; or scatters them."""
         for each in group:
             new = self._new[each]
             if not self._is_sharded and each not in self._sums:
@@ -247,8 +247,8 @@ class RankMemory:
             self._scatter(group)
 
     def _scatter(self, group: _Group) -> None:
-        """From a buffer, which is given back at the next scatter or the end of the pass, into shards. Those of later
-        passes are added."""
+        """Scatters from a buffer, which is given back at the next scatter or the end of the pass, into shards. The
+        shards of later passes are added to these."""
         self._reshard(group)
         self._give(self._scattered)
         nbytes = REDUCED_BYTES * sum(self._chunks[chunk][place].trained_parameters for chunk, place in group)
@@ -266,7 +266,7 @@ class RankMemory:
     # --- the stage, the allocator ---
 
     def _parted(self, chunk: int) -> tuple[list[PartCost], list[_Group], _Group]:
-        """Its parts; the layers, each a group; and what is outside of them, which is one."""
+        """The groups of a chunk's parts: each layer is one, and what is outside of layers together is one."""
         parts, costs = self._chunks[chunk], self._work.costs
         outside = tuple(
             (chunk, place) for place, part in enumerate(parts) if part is costs.before or part is costs.after

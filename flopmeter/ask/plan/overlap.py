@@ -17,7 +17,7 @@ from flopmeter.report.report import Report
 
 
 def hidden_seconds(report: Report, ranks: int) -> list[float]:
-    """Of each kernel: how much of the time that it waits for collectives of the first `ranks` ranks products hide."""
+    """For each kernel, how much of its wait for collectives of the first `ranks` ranks products can hide."""
     kernels, timings = report.kernels, report.timings
     hidden = [0.0] * len(kernels)
     for number, (kernel, timing) in enumerate(zip(kernels, timings, strict=True)):
@@ -37,7 +37,7 @@ def hidden_seconds(report: Report, ranks: int) -> list[float]:
 
 
 def _products(kernels: list[Kernel], numbers: Iterable[int]) -> Iterator[int]:
-    """Those that come next, with nothing between but copies; scattered is what the one before made."""
+    """The next products, with only copies between them. (What is scattered was made by the product before.)"""
     for number in numbers:
         cost = kernels[number].cost
         if cost.macs:

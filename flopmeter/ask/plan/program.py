@@ -28,7 +28,7 @@ PARAMETERS, REDUCED = torch.bfloat16, torch.float32  # the types in which matmul
 
 
 class Where(NamedTuple):
-    """On what the program is metered, and how."""
+    """The device, links and options that the program is metered with."""
 
     length: int  # tokens of a sequence
     hardware: Hardware
@@ -69,7 +69,7 @@ def shard(subject: Subject, model: nn.Module, mesh: DeviceMesh, split: Split) ->
 
 
 def _mesh_of_experts(split: Split) -> DeviceMesh:
-    """The ranks that this rank's experts are sharded over, and their copies over dp."""
+    """A mesh of the ranks that this rank's experts are sharded over, and of their copies over dp."""
     ranks = [[copy + rank for rank in split.expert_shards] for copy in split.group("dp")]
     names = ("dp", "of_experts") if split.dp > 1 else ("of_experts",)
     return DeviceMesh("meta", ranks if split.dp > 1 else ranks[0], mesh_dim_names=names)

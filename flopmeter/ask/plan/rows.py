@@ -54,7 +54,7 @@ class SplitRow:
 
     @property
     def bound_by(self) -> Bound:
-        """The largest share of the step."""
+        """What takes the largest share of the step."""
         return max(self.seconds_by_bound, key=self.seconds_by_bound.__getitem__)
 
     @property

@@ -38,8 +38,8 @@ def order_of(rank: int, ranks: int, microbatches: int, chunks: int, zero_bubble:
 
 
 def _one_each(total: int, warm_up: int, ranks: int, chunks: int, late: int | None) -> Iterator[Pass]:
-    """After the warm-up one forward and one backward pass in turn; after each of these, but for the first `late` ones,
-    one for weights, where these have passes of their own."""
+    """After the warm-up, forward and backward passes in turn. Where weights have passes of their own, one follows each
+    backward pass but the first `late` ones."""
     for number in range(total + warm_up):
         if number < total:
             yield _pass("forward", number, ranks, chunks)
@@ -59,6 +59,5 @@ def _pass(kind: PassKind, number: int, ranks: int, chunks: int) -> Pass:
 
 
 def most_in_flight(order: list[Pass], made: list[float]) -> float:
-    """The most that is alive at a time, where a forward pass of chunk i makes `made[i]`, and each other pass ends as
-    much."""
+    """The most alive at one time, where a forward pass of chunk i makes `made[i]`, and any other pass ends that."""
     return max(accumulate(made[each.chunk] if each.kind == "forward" else -made[each.chunk] for each in order))

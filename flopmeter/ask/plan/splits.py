@@ -19,14 +19,14 @@ MOST_CHUNKS = 8  # stages of a rank in an interleaved schedule
 
 
 class PlanError(ValueError):
-    """Nothing can be planned; the message says why and what to do."""
+    """Raised where nothing can be planned; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One way. The mesh is [pp, dp, fsdp, cp, tp], so that tensor parallel ranks are neighbours; parameters are sharded
-    over fsdp x cp ranks, as in torchtitan, and whole copies of them are kept by dp x pp x tp. Experts are first split
-    over ep of the fsdp x cp ranks, which are neighbours, and then sharded over the rest."""
+    """One way to split a step. The mesh is [pp, dp, fsdp, cp, tp], so that tensor parallel ranks are neighbours;
+    parameters are sharded over fsdp x cp ranks, as in torchtitan, and whole copies of them are kept by dp x pp x tp.
+    Experts are first split over ep of the fsdp x cp ranks, which are neighbours, and then sharded over the rest."""
 
     dp: int  # replicas, whose gradients are summed up (DDP, or the outer dimension of HSDP)
     fsdp: int
@@ -70,13 +70,13 @@ class Split:
 
     @property
     def name(self) -> str:
-        """Without dimensions of one rank: 'fsdp 128 x tp 8, ep 4'."""
+        """The dimensions of more than one rank: 'fsdp 128 x tp 8, ep 4'."""
         mesh = " x ".join(f"{name} {ranks}" for name, ranks in self.mesh.items() if ranks > 1) or "one GPU"
         return mesh + (f", ep {self.ep}" if self.ep > 1 else "")
 
     @property
     def expert_ranks(self) -> tuple[int, ...]:
-        """Rank 0 and those that have the experts that it lacks."""
+        """Rank 0 and the ranks with those experts that rank 0 lacks."""
         return self.group("fsdp", "cp")[: self.ep]
 
     @property
@@ -178,7 +178,7 @@ def _all(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> Iterator[S
 
 
 def _tensor(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
-    """Sizes of tensor parallelism: within a node, unless somebody wishes for more."""
+    """Sizes of tensor parallelism: within a node, unless more is asked for."""
     if bounds.heads is None:
         return [1]
     most = bounds.world if "tp" in wishes else bounds.gpus_per_node
@@ -201,7 +201,7 @@ def _stages(bounds: Bounds) -> list[int]:
 
 
 def _experts(bounds: Bounds, shards: int, cp: int, tp: int, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
-    """Within a node, unless somebody wishes for more. Tensor parallel ranks are between those that share experts."""
+    """Sizes within a node, unless more is asked for. Tensor parallel ranks lie between those that share experts."""
     most = shards if "ep" in wishes else max(1, bounds.gpus_per_node // tp)
     found = divisors(bounds.experts or 1)
     return [ep for ep in found if shards % ep == 0 and ep <= most and (cp % ep == 0 or ep % cp == 0)]

@@ -39,8 +39,8 @@ def styles_of_transformers(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_inside(pattern: str, holder: str) -> bool:
-    """Whether the plan's name, with * for numbers of layers, is that of experts or of an expert that all share. A dense
-    layer of the same name has its products directly in it."""
+    """Whether the name of the plan (with * for numbers of layers) belongs to experts, or to an expert that all tokens
+    share. A dense layer of the same name has its products directly in it."""
     parts, own = pattern.split("."), holder.split(".")
     alike = len(parts) > len(own) and all(part in ("*", other) for part, other in zip(parts, own, strict=False))
     return alike and "expert" in parts[len(own)]
@@ -67,7 +67,7 @@ def _styles_of_torch() -> dict[str, Any]:
 
 
 def _part_of_tokens() -> Any:
-    """This rank's part of the tokens [batch, length, width] goes in, and all ranks' results come out."""
+    """Takes this rank's part of the tokens [batch, length, width], and gives the results of all ranks."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as tp
 

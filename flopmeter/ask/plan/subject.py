@@ -130,7 +130,7 @@ def _maker(build: Any) -> Callable[[], nn.Module]:
 
 
 def _of_config(config: Any) -> nn.Module:
-    """The model has a config of its own, which `_tell_config` changes."""
+    """A model with a config of its own, which `_tell_config` changes."""
     return model_of(copy.deepcopy(config), torch.float32)
 
 
@@ -180,7 +180,7 @@ def _like(whole: nn.Module, kept: list[nn.Module]) -> nn.Module:
 
 
 def _tell_config(model: nn.Module, layers: list[int]) -> None:
-    """Models of transformers go by their config's numbers and kinds of layers."""
+    """Tells the config which layers are left: models of transformers go by its numbers and kinds of layers."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         text = config.get_text_config()

@@ -28,9 +28,9 @@ class Whole(NamedTuple):
 
 
 def meter_whole(subject: Subject, where: Where, job: tuple[Split, int], *, usable_bytes: int | None = None) -> Whole:
-    """A split without a pipeline, `job`, and the microbatches of a rank in a step: the optimizer's step and two
-    microbatches, or, where parameters stay gathered between microbatches, the first, one between and the last; and the
-    second one so often again as a step has more."""
+    """A split without a pipeline, metered whole. `job`: the split, and the microbatches of a rank in a step. Metered
+    are the optimizer's step and two microbatches (three where parameters stay gathered between them: the first, one
+    between and the last); the second one counts as often as the step has more."""
     split, microbatches = job
     with world(math.prod(split.mesh.values()), split.mesh, gpus_per_node=where.cluster.gpus_per_node) as mesh:
         model = subject.model()

@@ -70,7 +70,7 @@ def empty_cache(config: Any, kind: CacheKind) -> Any:
 
 
 def filled_cache(config: Any, kind: CacheKind, kept: Sequence[KeptLayer], batch: int, cached: int) -> Any:
-    """The same with `cached` tokens of each of `batch` sequences, where `kept` says what a layer keeps of each."""
+    """The same with `cached` tokens of each of `batch` sequences. `kept`: what a layer keeps of a sequence."""
     cache = empty_cache(config, kind)
     if cached:
         for layer, of_layer in zip(cache.layers, kept, strict=True):
@@ -100,10 +100,10 @@ def kept_in(cache: Any) -> tuple[KeptLayer, ...]:
 
 
 def _held_states(base: Any, with_keys: Any | None) -> Any:
-    """A class of layers with states, and if `with_keys` is given with keys and values as well."""
+    """A class of layers with states; if `with_keys` is given, with keys and values as well."""
 
     class HeldStates(*((base,) if with_keys is None else (with_keys, base))):  # type: ignore[misc]
-        """A step reads and writes the states where they are; kernels see what was before new tokens."""
+        """States that a step reads and writes where they are; kernels see what was there before new tokens."""
 
         def __init__(self, kind: CacheKind, own: Any) -> None:
             if with_keys is not None:

@@ -72,7 +72,7 @@ class Decoder:
 
     @functools.cached_property
     def state_bytes(self) -> int:
-        """Bytes that a sequence of any length holds on this rank beside keys and values."""
+        """Bytes that a sequence of any length holds on this rank besides keys and values."""
         return sum(state.nbytes for layer in self._kept for state in layer.states)
 
     def metered_kv_bytes(self, cached: int, new: int) -> float:
@@ -121,7 +121,7 @@ class Decoder:
 
     @property
     def _latent_layers(self) -> list[Any]:
-        """Multi-head latent attentions that cache the latent."""
+        """Layers of multi-head latent attention that cache the latent."""
         return [module for module in self.model.modules() if hasattr(module, "expand_kv")]
 
     def step(self, batch: int, new: int, cached: int, logits: int = 1) -> Callable[[], None]:
@@ -152,7 +152,7 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
 
     target: a built-in Llama ('llama-3-8b'), 'hf:CONFIG.json' or 'hf:TYPE', a config of transformers, or a model that
         has one.
-    Raises ServingError where the model is no causal language model, or cannot be split over so many ranks.
+    Raises ServingError where the model is no causal language model, or cannot be split over that many ranks.
     """
     if cache not in get_args(CacheKind):
         raise ServingError(f"unknown cache {cache!r}; known: {', '.join(get_args(CacheKind))}")
@@ -242,7 +242,7 @@ def _language_of(config: Any) -> Any:
 
 
 def _causal_classes(config: Any, is_part: bool) -> list[str] | None:
-    """The class of the language model; None for a part of another model that has the base model alone."""
+    """The class of the language model; None for a part of another model that only has the base model."""
     known = import_module("transformers.models.auto.modeling_auto")
     names = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
@@ -338,8 +338,8 @@ _BLOCK = re.compile(r".*?\.\d+\.[^.]+")  # the path of a block of a layer, at th
 
 
 def _keep_width_of_heads(model: Any, whole: Any) -> None:
-    """In attention whose heads are as wide as the hidden size over their number, whatever the config says, fewer heads
-    came out wider: here they get their width back."""
+    """Restores the width of heads. Attention whose heads are as wide as the hidden size over their number, whatever the
+    config says, came out with wider heads where there are fewer of them."""
     for own, all_of_it in zip(model.modules(), whole.modules(), strict=True):
         width, wide = getattr(all_of_it, "head_dim", None), getattr(own, "head_dim", None)
         projections: list[Any] = [getattr(own, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
@@ -357,8 +357,8 @@ def _keep_width_of_heads(model: Any, whole: Any) -> None:
 
 
 def _not_split(model: Any, whole: Any) -> str | None:
-    """The first block of a layer, such as its attention or its MLP, of which each rank keeps every matrix whole. A
-    block of one matrix, such as a router, may lie so."""
+    """The first block of a layer, such as its attention or its MLP, in which each rank keeps every matrix whole. A
+    block of one matrix, such as a router, may be whole."""
     sizes, layers = Counter[str](), Counter[str]()
     are_whole: dict[str, list[bool]] = {}
     for (name, own), all_of_it in zip(model.named_parameters(), whole.parameters(), strict=True):
@@ -406,7 +406,7 @@ def _absorbed(layers: list[Any], new: int) -> Iterator[None]:
 
 
 def _in_latents(query: Tensor, key: Tensor) -> Tensor:
-    """The queries as wide as the keys: wider than the module has them where it reads latents."""
+    """The queries as wide as the keys: where the module reads latents, they are wider than it has them."""
     return query if query.shape[-1] == key.shape[-1] else query.new_empty(*query.shape[:-1], key.shape[-1])
 
 

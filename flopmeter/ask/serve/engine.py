@@ -40,7 +40,7 @@ class _Packed:
             setattr(layer, "forward", functools.partial(self._output, place))  # noqa: B010
 
     def _output(self, place: int, x: Tensor) -> Tensor:
-        """Of one layer. Nothing is held when each has had its own."""
+        """The output of one of the joined layers. Nothing is held once each of them has taken its own."""
         if self._input is not x or place not in self._outputs:
             together = nn.functional.linear(x, self._weight, self._bias)
             self._input, self._outputs = x, dict(enumerate(together.split(self._sizes, dim=-1)))
@@ -97,12 +97,12 @@ def with_one_sort(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _is_of_data(kernel: Kernel) -> bool:
-    """Whether it works on what tokens hold, and not only on their places."""
+    """Whether the kernel works on the contents of tokens, not only on their places."""
     return any(spec.dtype.is_floating_point for spec in kernel.op.call.outputs)
 
 
 def _with_one_choice(kernels: list[Kernel], layer: str) -> list[Kernel]:
-    """Without the small kernels beside the one of `topk` that reads scores, after the product that gives them."""
+    """Of the small kernels after the product that gives the scores, keeps only the `topk` that reads them."""
     start = len(kernels)
     while start and not kernels[start - 1].cost.macs and kernels[start - 1].op.module.startswith(layer):
         start -= 1
@@ -133,5 +133,5 @@ def _with_scores_uncast(kernels: list[Kernel]) -> list[Kernel]:
 
 
 def _is_cast(kernel: Kernel) -> bool:
-    """To fp32."""
+    """Whether the kernel is a cast to fp32."""
     return kernel.op.packet is aten._to_copy and kernel.op.call.outputs[0].dtype is torch.float32

@@ -26,7 +26,7 @@ class WeightFormat(NamedTuple):
 
 
 def in_groups(size: int, *, has_zeros: bool = False) -> WeightFormat:
-    """4 bits, and for each group of so many weights a scale, perhaps with a zero point of 4 bits (GPTQ, AWQ)."""
+    """4 bits, and for each group of that many weights a scale, perhaps with a zero point of 4 bits (GPTQ, AWQ)."""
     scale = "a 16-bit scale and a zero point" if has_zeros else "a 16-bit scale"
     bits = 4 + (16 + 4 * has_zeros) / size
     return WeightFormat(bits, None, f"{scale} for {size} weights, unpacked in the product")
@@ -60,7 +60,7 @@ class Quantised(NamedTuple):
 
 
 def quantised(config: Any) -> Quantised:
-    """From the `quantization_config` of a config of transformers."""
+    """What the `quantization_config` of a config of transformers says."""
     own = getattr(config, "quantization_config", None) or {}
     facts = own if isinstance(own, dict) else own.to_dict()
     kept = next((facts[name] for name in _LEFT_OUT if facts.get(name)), ())
@@ -121,8 +121,8 @@ def has_product(device: Hardware, dtype: str) -> bool:
 
 
 def _is_for_experts(weights: str, kernels: Sequence[Kernel]) -> bool:
-    """MXFP4 is for experts alone, where a model has any: OpenAI published gpt-oss so, and the loaders of transformers
-    (`Mxfp4HfQuantizer`) and vLLM (`Mxfp4Config`) leave other layers as they are."""
+    """Whether the format is only for experts, where a model has any, as MXFP4 is: OpenAI published gpt-oss so, and the
+    loaders of transformers (`Mxfp4HfQuantizer`) and vLLM (`Mxfp4Config`) leave other layers as they are."""
     return weights == "mxfp4" and any(map(is_grouped, kernels))
 
 

@@ -232,7 +232,7 @@ FUNCTIONS = {
 
 @contextlib.contextmanager
 def with_kernels(model: Any) -> Iterator[None]:
-    """The model calls the operators above meanwhile."""
+    """In this context the model calls the operators above."""
     with contextlib.ExitStack() as stack:
         for file in {type(module).__module__ for module in model.modules()}:
             own = vars(sys.modules[file])

@@ -1,7 +1,7 @@
 """Experts that transformers runs on all tokens, those that a token did not pick too, as engines run them.
 
 Works around: Llama 4's layers of experts repeat every token for each expert, weigh it with zero where it did not pick
-the expert, and multiply all of them, so that a step reads every expert and does so many times the FLOPs.
+the expert, and multiply all of them, so that a step reads every expert and does that many times the FLOPs.
 Until: transformers calls them with tokens, picks and weights, as it calls those of other models.
 """
 
@@ -32,7 +32,7 @@ _LAID = {
     "has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": True, "is_concatenated": True,
     "_is_expert_parallel": False,
 }  # fmt: skip
-"""What transformers asks of experts: gate beside up, weights [experts, inputs, outputs], all on this rank."""
+"""What transformers asks of experts: gate next to up, weights [experts, inputs, outputs], all on this rank."""
 
 
 def _gated(experts: Any, gate_and_up: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ USUAL_CHUNK = 2048  # tokens of a prompt in a step
 
 
 class ServingPoint(NamedTuple):
-    """A server that works on `batch` requests at a time. Tokens are those that it makes."""
+    """A server that works on `batch` requests at a time. Tokens are output tokens."""
 
     batch: int
     ttft_seconds: float
@@ -201,7 +201,7 @@ def serving(
 
 
 class _Server:
-    """One device at work."""
+    """One device that serves the model."""
 
     def __init__(
         self, plan: ServingPlan, steps: StepModel, draft: StepModel | None, device: Hardware, price: float | None
@@ -290,15 +290,15 @@ class _Server:
         return own.after(draft)._replace(working_bytes=max(own.working_bytes, draft.working_bytes))
 
     def _decode(self, batch: float) -> StepCost:
-        """A step in the middle of a request's output; between metered batches on a line. A server may pad a batch, so a
-        smaller one never takes longer."""
+        """A decoding step in the middle of a request's output, interpolated between metered batches. A server may pad a
+        batch, so a smaller one never takes longer."""
         lower = 1 << int(math.log2(batch))
         share, low = (batch - lower) / lower, self._padded_step(lower)
         return low.towards(self._padded_step(2 * lower), share) if share else low
 
     def _longer(self, batch: float) -> float:
-        """Seconds by which a chunk takes longer in a step of decoding: the device reads the weights once, and waits for
-        the host as long as in the one of both in which it waits less."""
+        """By how many seconds a chunk takes longer when it runs in a decoding step. The device reads the weights once,
+        and waits for the host as long as in whichever of the two waits less."""
         chunk, step = self._prefill_chunk, self._decode(batch)
         busy = chunk.busy_seconds + step.busy_seconds - self._alone.busy_seconds
         together = busy + min(chunk.idle_seconds, step.idle_seconds)
@@ -351,7 +351,7 @@ class _Server:
         return self._steps.cost(self._device, 1, 1, self._plan.prompt + self._plan.output // 2)
 
     def _over(self, each: Load) -> list[str]:
-        """The latencies that were asked for and that this load does not keep to."""
+        """The latencies asked for that this load exceeds."""
         found = {"ttft": each.ttft_seconds, "tpot": each.tpot_seconds}
         return [name.upper() for name, most in self._plan.slo.items() if found[name] > most]
 
@@ -412,7 +412,7 @@ def _doublings(most: int) -> set[int]:
 
 
 def _tokens_in_step(chunk: int | Literal["usual"] | None, is_apart: bool) -> int | None:
-    """Of a prompt; None: all. Raises ServingError where the user says that of prefill on GPUs of its own."""
+    """Tokens of a prompt in one step; None: all. Raises ServingError for a chunk where GPUs only prefill."""
     if is_apart and chunk != "usual":
         raise ServingError(
             "chunk and disaggregated exclude each other: GPUs of its own run a prompt whole, and it stops no step"

@@ -32,7 +32,7 @@ def read_slo(given: str | Mapping[str, float] | None) -> dict[str, float]:
 
 
 def _from_text(value: str) -> float:
-    """Seconds; NaN without a unit, since 500 may be either."""
+    """Seconds; NaN without a unit, since 500 may be s or ms."""
     number, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value[:-1], 1.0)
     try:
         return float(number) * scale if value.endswith("s") else math.nan

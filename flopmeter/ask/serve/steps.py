@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
+from flopmeter.ask.meters import Meters
 from flopmeter.ask.serve.decoder import Decoder
 from flopmeter.ask.serve.formats import in_formats, narrow_bytes, quantised
 from flopmeter.device.cluster import Cluster, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware
 from flopmeter.device.peer_memory import all_reduce_seconds
-from flopmeter.meter import FlopMeter, Mode, StreamError
+from flopmeter.meter import Mode
 from flopmeter.records import Collective
 from flopmeter.report.report import Report
 
@@ -22,7 +22,7 @@ class StepCost(NamedTuple):
 
     seconds: float
     joules: float | None  # None where nobody knows what the device may draw
-    working_bytes: int  # held beside weights and cache
+    working_bytes: int  # in addition to weights and cache
     link_seconds: float  # of `seconds`: collectives, which nothing hides
     busy_seconds: float  # of `seconds`: in which the device works, and does not wait for the host
 
@@ -68,7 +68,7 @@ class StepModel:
         self._published = quantised(decoder.config)
         self.weights = weights or self._published.weights or "bf16"
         self._options = {"routing": "independent", "checks": "hold", **meter_options}
-        self._meters: dict[tuple[int, ...], list[FlopMeter]] = {}  # by batch, new and cached tokens, and logits
+        self._meters: dict[tuple[int, ...], Meters] = {}  # by batch, new and cached tokens, and logits
         self._known: dict[tuple[str, int, int, int, int], StepCost] = {}
 
     @property
@@ -106,16 +106,8 @@ class StepModel:
         return report.in_mode(self.mode, kernels=kernels)
 
     def _eager(self, device: Hardware, *sizes: int) -> Report:
-        meters = self._meters.setdefault(sizes, [])
-        for meter in meters:
-            with contextlib.suppress(StreamError):
-                return meter.report(hardware=device)
-        meter = FlopMeter(device, **self._options)
-        run = self.decoder.step(*sizes)
-        with meter:
-            run()
-        meters.append(meter)
-        return meter.report()
+        meters = self._meters.setdefault(sizes, Meters(self._options))
+        return meters.known(device) or meters.metered(self.decoder.step(*sizes), device)
 
     def _collective_seconds(self, device: Hardware, tokens: int, scored: int) -> float:
         """All-reduces of the activations in each layer, and a gather of the logits; nothing hides them."""

@@ -73,7 +73,7 @@ def learnable_of_channels_backward(call: Call) -> tuple[Cost, ...]:
 @rule(aten._fused_moving_avg_obs_fq_helper)
 def observed(call: Call) -> tuple[Cost, ...]:
     """The range of the numbers is averaged into that of earlier steps, the grid follows from it, and the numbers go to
-    the grid. A switch decides on the device whether each is done, but for channels, where the host asks."""
+    the grid. Whether each of these is done is decided by a switch on the device; for channels the host asks."""
     names = ("self", "observer_on", "fake_quant_on", "running_min", "running_max", "scale", "zero_point")
     x, observes, quantizes, *kept = map(call.argument, names)
     by_channels = call.argument("per_row_fake_quant")
@@ -125,7 +125,8 @@ def _rounded(call: Call, zero: TensorSpec, rounded: TensorSpec) -> tuple[Cost, .
 
 
 def _gradients(call: Call, read: tuple[TensorSpec, ...], flops: int) -> tuple[Cost, ...]:
-    """That of the numbers; for scale and zero point one number for each of them, summed by a kernel each."""
+    """The kernel for the gradient of the numbers. It also writes a number for each of them for scale and zero point,
+    which a kernel each sums up."""
     of_x, *of_grid = call.outputs
     parts = [scratch(of_x, number) for number in (1, 2)]
     sums = (
@@ -146,7 +147,7 @@ def _copies(call: Call, x: TensorSpec, by_channels: bool) -> Iterable[Cost]:
 
 
 def _asked_for_ends(call: Call, zero: TensorSpec) -> tuple[Cost, ...]:
-    """Whether the least and the largest zero point lie on the grid, the host asks."""
+    """The host asks whether the least and the largest zero point lie on the grid."""
     ends = [in_one_piece(scratch(zero, number), (1,)) for number in (5, 6)]
     return make_cost(call, REDUCTION, read=(zero,), written=ends), *_asked(call, ends)
 

@@ -36,7 +36,7 @@ _OF_DIFFERENCES: dict[OpOverloadPacket, PerElement] = {
 
 @rule(*_LOSSES)
 def loss(call: Call) -> tuple[Cost, ...]:
-    """So many operations for each element of the prediction; then a sum or mean, which is a kernel of its own
+    """A few operations for each element of the prediction; then a sum or mean, which is a kernel of its own
     (aten/src/ATen/native/BinaryOps.cpp, Loss.cpp; `apply_loss_reduction`)."""
     x, (flops, transcendentals) = call.inputs[0], _LOSSES[call.func.overloadpacket]
     terms = _terms(call)

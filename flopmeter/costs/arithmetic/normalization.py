@@ -37,12 +37,12 @@ OPERATIONS_TO_COMBINE = 350
 # SXM, torch 2.11, 2026-11: validation/traces).
 OPERATIONS_TO_ADD = 170
 # The gradients of weight and bias (GammaBetaBackwardCUDAKernelTemplate in layer_norm_kernel.cu): one block takes 32
-# columns, with 32 warps, or fewer over fewer rows, and each warp eight rows at a time. Over more than so many rows,
+# columns, with 32 warps, or fewer over fewer rows, and each warp eight rows at a time. Over more than this many rows,
 # blocks of one warp take 32 rows each, and another kernel adds up what they found (where the columns fill less than
 # half of the SMs; taken to be so for all).
 COLUMNS_OF_BLOCK = 32
-ROWS_OF_TURN = 8
-BLOCK_HEIGHTS = ((256, 32), (128, 16), (64, 8), (0, 1))  # from so many rows
+ROWS_OF_ROUND = 8
+BLOCK_HEIGHTS = ((256, 32), (128, 16), (64, 8), (0, 1))  # (from this many rows on, block height)
 MOST_ROWS_UNSPLIT = 64 * 1024
 # Loads of a row, and shuffles that bring it its statistics. An SM does them for 32 threads in a cycle, arithmetic for
 # 128 (CUDA C++ Programming Guide, table of arithmetic throughput), so each counts as four operations.
@@ -53,8 +53,9 @@ WELFORD_OPERATIONS = 10
 
 
 class _RowKernel(NamedTuple):
-    """The kernel for aligned rows: operations of a thread to combine its result with others', to add an element to it,
-    and all on an element; cycles in which a block alone combines, and adds an element; the rest as in the records."""
+    """The kernel for aligned rows. In operations of a thread: to combine its result with others', to add an element to
+    it, and all on an element. In cycles of a block that is alone on its SM: to combine, and to add an element. The rest
+    as in the records."""
 
     combining: int
     updating: int
@@ -79,7 +80,7 @@ LAYER_NORM_FP32 = LAYER_NORM._replace(
 RMS_NORM = _RowKernel(OPERATIONS_TO_ADD, 0, 15, 680, 0, 2600, ((75, 25), (100, 32), (120, 38)))
 RMS_NORM_FP32 = RMS_NORM._replace(operations=25, registers=((75, 36), (80, 32), (86, 36), (90, 32), (100, 40)))
 # Batch norm (Normalization.cuh). Kernels for channels-last load four elements at a time; a thread takes 16, or more if
-# there were more than 128 blocks for 32 channels. In NCHW torch's kernels have at most so many blocks.
+# there were more than 128 blocks for 32 channels. In NCHW torch's kernels have at most this many blocks.
 COLUMN_LOADS = 4
 ELEMENTS_OF_THREAD = 16
 MOST_BLOCKS_OF_COLUMN = 128
@@ -118,12 +119,12 @@ def layer_norm_backward(call: Call) -> Cost:
 
 @rule(aten.native_group_norm)
 def group_norm(call: Call) -> Cost:
-    """As a layer norm. One kernel takes the statistics of each group; then weight and bias of each channel are joined
-    with them, and a last kernel reads all again, whose operands do not lie alike (group_norm_kernel.cu
+    """As for a layer norm. One kernel takes the statistics of each group; one joins them with weight and bias of each
+    channel; a last one reads everything again and walks operands that do not lie alike (group_norm_kernel.cu
     GroupNormKernelImplInternal)."""
     x, *affine = call.inputs
     groups, channels = (call.argument("N") * call.argument(name) for name in ("group", "C"))
-    kernels = 2 if affine and call.argument("HxW") > 1 else 1  # beside the statistics
+    kernels = 2 if affine and call.argument("HxW") > 1 else 1  # and the one of the statistics
     each, of_channel = in_one_piece(x, (channels, call.argument("HxW"))), in_one_piece(x, (channels, 1))
     indexed = index_operations((each, each, of_channel, of_channel))
     return make_cost(
@@ -134,9 +135,9 @@ def group_norm(call: Call) -> Cost:
 
 @rule(aten.native_group_norm_backward)
 def group_norm_backward(call: Call) -> Cost:
-    """As of a layer norm. One kernel sums up dy and dy·x over each channel of each sample, of which the gradients of
-    weight and bias are sums, which another takes sample after sample; for the input's, two join them with the
-    statistics (one without a weight), and a last one reads all again (group_norm_kernel.cu
+    """As for a layer norm. One kernel sums dy and dy·x over each channel of each sample. Another adds these up over the
+    samples, which gives the gradients of weight and bias. For the input's gradient two kernels (one without a weight)
+    join the sums with the statistics, and a last one reads everything again (group_norm_kernel.cu
     GroupNormBackwardKernelImplInternal)."""
     grad, (of_input, *of_weights) = call.inputs[0], call.argument("output_mask")
     samples, channels, group, plane = (call.argument(name) for name in ("N", "C", "group", "HxW"))
@@ -206,8 +207,8 @@ def batch_norm(call: Call) -> Cost:
         return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=rereads, grid=grid, kernels=2)
     again = read_by_another_kernel(x)  # by blocks that have waited for all others
     if not _has_channels_last(x):
-        turns = 2 * ceil(x.numel / x.shape[1] / (BLOCK_THREADS * COLUMN_LOADS))
-        again = _channels(x, 1, COLUMN_LOADS * ELEMENT_OPERATIONS, turns)
+        rounds = 2 * ceil(x.numel / x.shape[1] / (BLOCK_THREADS * COLUMN_LOADS))
+        again = _channels(x, 1, COLUMN_LOADS * ELEMENT_OPERATIONS, rounds)
     return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=(again,))
 
 
@@ -227,7 +228,7 @@ def batch_norm_backward(call: Call) -> Cost:
     grid = None
     if not _has_channels_last(grad):  # one kernel, whose threads go over a channel twice
         operations = 2 * ELEMENT_OPERATIONS if is_cudnn else GRADIENT_OPERATIONS
-        rereads: tuple[Reread, ...] = (_channels(grad, 2, operations, 2 * _turns_of_channel(grad)),)
+        rereads: tuple[Reread, ...] = (_channels(grad, 2, operations, 2 * _rounds_of_channel(grad)),)
     elif is_cudnn:
         rereads = (read_by_another_kernel(grad, 2),)
     else:
@@ -238,15 +239,15 @@ def batch_norm_backward(call: Call) -> Cost:
 
 @rule(aten.batch_norm_stats)
 def batch_norm_stats(call: Call) -> Cost:
-    """Of nn.SyncBatchNorm, as are the next four: sum 1, sum of squares 2, for each channel."""
+    """nn.SyncBatchNorm's, as are the next four: sum 1, sum of squares 2, for each channel."""
     (x,) = call.inputs
     return make_cost(call, NORMALIZATION, 3 * x.numel)
 
 
 @rule(aten.batch_norm_gather_stats_with_counts)
 def batch_norm_gather_stats(call: Call) -> Cost:
-    """Of each rank and channel: its variance, weighted, 4; weights of both sides 2; the variance of both 7; the mean of
-    both 5; the count 1. The input says only which type."""
+    """FLOPs for each rank and channel: its weighted variance 4; both sides' weights 2; the joint variance 7; the joint
+    mean 5; the count 1. The input only gives the type."""
     means = call.argument("mean")
     return make_cost(call, NORMALIZATION, 19 * means.numel, read=call.inputs[1:])
 
@@ -288,7 +289,7 @@ def _is_training(call: Call) -> bool:
 
 
 def _row_rereads(call: Call, x: TensorSpec, tensors: int, operations: int) -> tuple[Reread, ...]:
-    """Layer and RMS norm: each row of so many tensors like `x` is read again. `operations`: see above, of a thread."""
+    """Layer and RMS norm: each row of that many tensors like `x` is read again. `operations`: of a thread."""
     columns = max(1, prod(call.argument("normalized_shape")))
     rows, row_bytes = x.numel // columns, tensors * columns * x.dtype.itemsize
     accesses = 2 * ceil(columns / (LAYER_NORM_THREADS * LAYER_NORM_ELEMENTS))
@@ -301,11 +302,11 @@ def _is_aligned(call: Call) -> bool:
 
 
 def _element_by_element(call: Call, x: TensorSpec) -> tuple[Reread, Reread]:
-    """Other rows: one kernel takes the statistics, another applies them (LayerNormForwardCUDAKernel)."""
+    """The kernels for other rows: one takes the statistics, another applies them (LayerNormForwardCUDAKernel)."""
     columns = prod(call.argument("normalized_shape"))
-    turns, rows = ceil(columns / PLAIN_THREADS), x.numel // columns
-    operations = ELEMENT_OPERATIONS * turns
-    applied = Reread(0, rows, columns * x.dtype.itemsize, PLAIN_THREADS, operations, turns)
+    rounds, rows = ceil(columns / PLAIN_THREADS), x.numel // columns
+    operations = ELEMENT_OPERATIONS * rounds
+    applied = Reread(0, rows, columns * x.dtype.itemsize, PLAIN_THREADS, operations, rounds)
     return _moments(x, rows), applied
 
 
@@ -327,9 +328,9 @@ def _over_rows(call: Call, x: TensorSpec, loads: int) -> tuple[Reread, ...]:
         height, taken = 1, WARP_THREADS
         blocks *= ceil(rows / taken)
     operations = OPERATIONS_OF_LOAD * loads * ceil(taken / height)
-    threads, turns = COLUMNS_OF_BLOCK * height, ceil(taken / (height * ROWS_OF_TURN))
+    threads, rounds = COLUMNS_OF_BLOCK * height, ceil(taken / (height * ROWS_OF_ROUND))
     nbytes = 2 * x.nbytes
-    return (Reread(nbytes, blocks, nbytes // blocks, threads, operations, turns, is_kernel=True),)
+    return (Reread(nbytes, blocks, nbytes // blocks, threads, operations, rounds, is_kernel=True),)
 
 
 def _moments(x: TensorSpec, rows: int) -> Reread:
@@ -344,11 +345,11 @@ def _sums(x: TensorSpec, rows: int) -> Reread:
 
 
 def _block_of_row(x: TensorSpec, rows: int, operations: int, combining: int) -> Reread:
-    """A block for each row, or a warp for a short one, with so many operations on each element."""
+    """A block for each row, or a warp for a short one, with that many operations on each element."""
     columns = ceil(x.numel / max(1, rows))
     threads = WARP_THREADS if columns < BLOCK_THREADS else BLOCK_THREADS
-    turns, row_bytes = ceil(columns / threads), columns * x.dtype.itemsize
-    return Reread(0, rows, row_bytes, threads, combining + operations * turns, turns, max(threads, AMD_WARP_THREADS))
+    rounds, row_bytes = ceil(columns / threads), columns * x.dtype.itemsize
+    return Reread(0, rows, row_bytes, threads, combining + operations * rounds, rounds, max(threads, AMD_WARP_THREADS))
 
 
 def _has_channels_last(x: TensorSpec) -> bool:
@@ -360,19 +361,19 @@ def _statistics(x: TensorSpec) -> Reread:
     """The kernel for mean and deviation of each channel, one element after the other."""
     if _has_channels_last(x):
         return _columns(x, 1, COUNTED_STATISTICS_OPERATIONS)
-    return _as_kernel(_channels(x, 1, STATISTICS_OPERATIONS, _turns_of_channel(x)))
+    return _as_kernel(_channels(x, 1, STATISTICS_OPERATIONS, _rounds_of_channel(x)))
 
 
-def _channels(x: TensorSpec, tensors: int, operations: int, turns: int) -> Reread:
-    """A kernel with a block for each channel, whose threads walk its planes. It reads so many tensors again."""
+def _channels(x: TensorSpec, tensors: int, operations: int, rounds: int) -> Reread:
+    """A kernel with a block for each channel, whose threads walk its planes. It reads that many tensors again."""
     channels = x.shape[1] if len(x.shape) > 1 else 1
     row_bytes = tensors * x.nbytes // channels
-    operations = OPERATIONS_TO_COMBINE + operations * turns
-    return Reread(tensors * x.nbytes, channels, row_bytes, BLOCK_THREADS, operations, turns, AMD_BLOCK_THREADS)
+    operations = OPERATIONS_TO_COMBINE + operations * rounds
+    return Reread(tensors * x.nbytes, channels, row_bytes, BLOCK_THREADS, operations, rounds, AMD_BLOCK_THREADS)
 
 
-def _turns_of_channel(x: TensorSpec) -> int:
-    """How many elements a thread takes one after another: a block has as many threads beside each other as a plane has
+def _rounds_of_channel(x: TensorSpec) -> int:
+    """How many elements a thread takes one after another: a block has as many neighbouring threads as a plane has
     elements, rounded up, and walks several planes at a time (batch_norm_collect_statistics_kernel and
     batch_norm_backward_kernel)."""
     images, *planes = x.shape[:1] + x.shape[2:]
@@ -381,16 +382,16 @@ def _turns_of_channel(x: TensorSpec) -> int:
 
 
 def _threads_of_plane(elements: int) -> int:
-    """32, 64, ... or 512 (getNumThreads in Normalization.cuh)."""
+    """Threads for a plane: 32, 64, ... or 512 (getNumThreads in Normalization.cuh)."""
     return min(BLOCK_THREADS, max(WARP_THREADS, power_of_two_from(max(1, elements))))
 
 
 def _columns(x: TensorSpec, tensors: int, operations: int) -> Reread:
-    """The kernel that reduces so many tensors in channels-last, with so many operations on an element."""
+    """The kernel that reduces that many tensors in channels-last, with that many operations on an element."""
     blocks, threads, elements = _columns_grid(x)
     operations = OPERATIONS_TO_COMBINE + operations * elements
-    nbytes, turns = tensors * x.nbytes, ceil(elements / COLUMN_LOADS)
-    return Reread(nbytes, blocks, nbytes // blocks, threads, operations, turns, is_kernel=True)
+    nbytes, rounds = tensors * x.nbytes, ceil(elements / COLUMN_LOADS)
+    return Reread(nbytes, blocks, nbytes // blocks, threads, operations, rounds, is_kernel=True)
 
 
 def _columns_grid(x: TensorSpec) -> tuple[int, int, int]:
@@ -434,5 +435,5 @@ def _as_kernel(rows: Reread) -> Reread:
 
 
 def read_by_another_kernel(x: TensorSpec, tensors: int = 1) -> Reread:
-    """A second kernel reads so many tensors like `x` after the first has gone through all of it, or before."""
+    """A second kernel that reads that many tensors like `x`, before the first goes through all of it or after."""
     return _as_kernel(Reread(tensors * x.nbytes, 1, tensors * x.nbytes, BLOCK_THREADS))

@@ -162,5 +162,5 @@ def _elements(call: Call) -> int:
 
 
 def _first_list(call: Call) -> tuple[TensorSpec, ...]:
-    """A scalar may come before it."""
+    """The first list among the arguments; a scalar may come before it."""
     return next(argument for argument in call.args if isinstance(argument, tuple))

@@ -287,8 +287,8 @@ def cdist(call: Call) -> Cost | tuple[Cost, ...]:
 
 @rule(aten._euclidean_dist)
 def euclidean_dist(call: Call) -> tuple[Cost, ...]:
-    """|x|² + |y|² - 2x·y: torch appends the squared norms and ones to -2x and y, so that one matmul of depth + 2 gives
-    the sum, then clamps and takes the root (aten/src/ATen/native/Distance.cpp)."""
+    """|x|² + |y|² - 2x·y. torch appends the squared norms and ones to -2x and y, so that one matmul of depth + 2 gives
+    the sum, which is clamped before the root (aten/src/ATen/native/Distance.cpp)."""
     (x, y), (out,) = call.inputs, call.outputs
     doubled, (norms_x, ones_x), (norms_y, ones_y) = scratch(x, 1), _norms_and_ones(x, 2), _norms_and_ones(y, 4)
     wide_x, wide_y = (_of_depth(scratch(spec, 6 + place), x.shape[-1] + 2) for place, spec in enumerate((x, y)))
@@ -314,7 +314,7 @@ def _of_depth(spec: TensorSpec, depth: int) -> TensorSpec:
 
 
 def _squared(call: Call, x: TensorSpec, norms: TensorSpec, ones: TensorSpec) -> tuple[Cost, ...]:
-    """Squares, their sums, and as many ones."""
+    """The squares, their sums, and that many ones."""
     squares = scratch(x, 8)
     return (
         make_cost(call, ELEMENTWISE, x.numel, read=(x,), written=(squares,)),

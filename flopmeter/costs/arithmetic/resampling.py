@@ -36,8 +36,7 @@ _GRADIENTS = {getattr(aten, f"{name}_backward"): of for name, of in _FILTERS.ite
 
 @rule(*_UPSAMPLERS)
 def upsample(call: Call) -> Cost:
-    """Lines along the first axis, then one through their results, and so on: for two taps and two axes
-    (2 + 1)·3 = 9."""
+    """Lines along the first axis, then one through their results, ...: for two taps and two axes (2 + 1)·3 = 9."""
     taps, axes = _UPSAMPLERS[call.func.overloadpacket]
     lines = sum(taps**axis for axis in range(axes))
     (x,), (out,) = call.inputs, call.outputs
@@ -60,7 +59,7 @@ def nearest(call: Call) -> Cost:
 
 
 def _nearest_operations(x: TensorSpec, out: TensorSpec) -> int:
-    """Of the threads that a block has for each image, also those beyond its edges (UpSampleNearest2d.cu)."""
+    """Integer operations of an image's threads, those beyond its edges included (UpSampleNearest2d.cu)."""
     if x.stride[1] == 1:
         return QUOTIENTS_OF_NEAREST * LONG_QUOTIENT_OPERATIONS * out.numel
     images, channels, height, width = out.shape

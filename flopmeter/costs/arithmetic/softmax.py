@@ -20,7 +20,7 @@ from flopmeter.records.powers_of_two import power_of_two_from, power_of_two_up_t
 from flopmeter.torch_names.operators import aten
 
 MOST_THREADS = 1024  # of a block
-WIDE_ROWS = 64  # several threads share rows of so many elements if no more rows lie beside each other
+WIDE_ROWS = 64  # several threads share rows of this many elements if no more rows lie side by side
 NARROW_OPERATIONS = 24  # more on an element of two bytes, which are converted to fp32 and back
 # Two numbers of each thread are combined with those of other lanes in five steps of a shuffle, which counts as four
 # operations (an SM does them for 32 threads in a cycle, arithmetic for 128), and an addition.
@@ -28,13 +28,13 @@ OPERATIONS_OF_SHUFFLES = 25
 STEPS_OF_WARP = 5  # 32 lanes, then 16, down to one
 # A block of 1024 threads does so in two stages, and computes each exponential twice.
 REGISTER_ELEMENT_OPERATIONS = 72
-# From so many elements of a thread on these kernels take more than 32 registers for each, at most 48, by the compute
+# From this many elements of a thread on these kernels take more than 32 registers for each, at most 48, by the compute
 # capability that they are compiled for, times ten (torch 2.11's library for CUDA 13): an SM holds one block.
 MORE_REGISTERS = ((75, 7), (80, 8), (90, 7), (100, 5))
 
 
 class _Kernels(NamedTuple):
-    """Those of one direction. Operations on an element count its load, its store and their addresses."""
+    """The kernels of one direction. Operations on an element count its load, its store and their addresses."""
 
     passes: int  # over a row that no registers hold, after the first
     longest_in_warp: int
@@ -128,8 +128,8 @@ def _in_registers(columns: int, rows: int, row_bytes: int, combining: int) -> Re
 
 
 def _grid(outer: int, columns: int, inner: int, passes: int) -> ThreadGrid:
-    """Over another dimension than the last: threads beside each other take neighbouring rows, and several threads a row
-    only where there are few (SpatialSoftMax_getBlockSize in SoftMax.cu)."""
+    """The grid over another dimension than the last: neighbouring threads take neighbouring rows, and several threads
+    share a row only where there are few (SpatialSoftMax_getBlockSize in SoftMax.cu)."""
     across, along = min(inner, MOST_THREADS), 1
     while across <= WIDE_ROWS <= columns and 2 * along <= min(columns, MOST_THREADS // across):
         along *= 2

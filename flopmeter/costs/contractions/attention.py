@@ -94,7 +94,7 @@ def _efficient_mask(call: Call) -> Mask:
 
 
 class _AttentionOp(NamedTuple):
-    """Whose kernel an op runs, and what a call of it says of the work."""
+    """Which library's kernel an op runs, and how to read the work from a call of it."""
 
     backend: AttentionBackend
     shape: Callable[[Call], AttentionShape]

@@ -135,7 +135,7 @@ def _shape(
     channels_last: bool,
     tensors: tuple[TensorSpec, ...],
 ) -> Convolution:
-    """What the time model needs beside the matmul; `anchor` has the positions that meet the whole kernel."""
+    """What the time model needs besides the matmul; `anchor` has the positions that meet the whole kernel."""
     _, channels, *kernel = weight.shape
     steps = (*call.argument("stride"), *call.argument("dilation"))
     is_unit_step = not transposed and all(step == 1 for step in steps)

@@ -49,7 +49,7 @@ def _prepared(call: Call) -> tuple[Cost, ...]:
 
 
 def _rows(call: Call) -> list[int]:
-    """Of each expert that has any."""
+    """The number of rows of each expert that has any."""
     sizes = call.groups or equal_groups(call.argument("input").shape[0], call.argument("offs").numel)
     return [size for size in sizes if size]
 

@@ -14,7 +14,7 @@ from flopmeter.torch_names.operators import aten
 
 
 class _Layer(NamedTuple):
-    """[batch, queries, width] against [batch, keys, width], in a type of `itemsize` bytes."""
+    """A layer's sizes: [batch, queries, width] against [batch, keys, width], in a type of `itemsize` bytes."""
 
     call: Call
     batch: int

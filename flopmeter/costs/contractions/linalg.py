@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.rules import make_cost, rule
-from flopmeter.records import CONTRACTION, MOVEMENT, Call, Cost, Kernel, Region
+from flopmeter.records import CONTRACTION, Call, Cost, Kernel
 from flopmeter.records.work import VectorWork
 from flopmeter.torch_names.operators import aten
 
@@ -71,7 +71,7 @@ SMALL = 32  # up to this size cuSOLVER's Jacobi methods take all matrices of a b
 
 
 class Factored(NamedTuple):
-    """What one matrix takes."""
+    """What the factorization of one matrix takes."""
 
     flops: int
     calls: int  # of BLAS, one after another
@@ -101,7 +101,7 @@ def factor_svd(m: int, n: int, *, vectors: bool = True, full: bool = False) -> F
 
 
 def solve_calls(n: int) -> int:
-    """Of a triangular solve: with a block, and the update of what is left."""
+    """Kernels of a triangular solve: for each block one that solves it, and one that updates what is left."""
     return 2 * ceil(n / BLOCK)
 
 
@@ -225,13 +225,6 @@ def solve_ex(call: Call) -> Cost:
     factored = factor_lu(n, n)
     flops = prod(batch) * factored.flops + 2 * n * call.outputs[0].numel
     return _library(call, flops, factored.calls + 2 * solve_calls(n))
-
-
-@rule(aten._linalg_check_errors)
-def check_errors(call: Call) -> Cost:
-    """One status per matrix copied to the host, which waits for it."""
-    (info,) = call.inputs
-    return make_cost(call, MOVEMENT, written=(Region(None, info.nbytes),))
 
 
 @rule(aten._fft_c2c, aten._fft_r2c, aten._fft_c2r)

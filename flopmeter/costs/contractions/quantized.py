@@ -134,7 +134,7 @@ def packed_weight_mm(call: Call) -> Cost:
 
 @rule(aten._weight_int4pack_mm_for_cpu, aten._weight_int4pack_mm_with_scales_and_zeros, aten._dyn_quant_matmul_4bit)
 def int4_weight_mm(call: Call) -> Cost:
-    """That of int4 on CPUs and on Intel's GPUs."""
+    """The int4 product on CPUs and on Intel's GPUs."""
     matmul = _of_rows(call)
     return make_contraction(call, [matmul], extra=((ELEMENTWISE, 2 * matmul.n * matmul.k),))
 

@@ -17,7 +17,7 @@ from flopmeter.torch_names.operators import aten
 
 
 class Cell(NamedTuple):
-    """What one step of a network does for each hidden unit, beside the matmuls and the biases."""
+    """What one step of a network does for each hidden unit, besides the matmuls and the biases."""
 
     gates: int
     flops: int
@@ -128,9 +128,9 @@ def _tokens(call: Call) -> int:
 
 
 def _work(call: Call, weights: Sequence[TensorSpec], matmuls: Sequence[Matmul], *, is_backward: bool) -> RecurrentWork:
-    """Of a layer's matrices the first meets all inputs at once, the second the state of each step (a third, of a
-    projected LSTM, goes with it). A packed input says how many sequences each step has. Backward the gradient of a
-    state is the product with the transposed matrix."""
+    """The work of one layer. Its first matrix multiplies all inputs at once, its second the state of each step (and so
+    does the third one of a projected LSTM). A packed input says how many sequences each step has. In the backward pass
+    the gradient of a state is a product with the transposed matrix."""
     x, packed = call.argument("input"), call.argument("batch_sizes")
     steps = len(packed) if packed else x.shape[1 if call.argument("batch_first") else 0]
     matrices = [spec.shape for spec in weights if len(spec.shape) == 2]

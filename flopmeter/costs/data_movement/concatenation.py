@@ -66,7 +66,7 @@ def cat(call: Call) -> Cost | tuple[Cost, ...]:
 
 
 def work_of(kernel: CatKernel, inputs: Sequence[TensorSpec]) -> VectorWork:
-    """What its threads do beside moving bytes; inputs without elements left out."""
+    """What its threads do besides moving bytes. Inputs without elements are left out."""
     if not kernel.places:
         return VectorWork(grid=_grid(kernel, inputs))
     divided = kernel.places * kernel.divisions * (DIVISION_OPERATIONS + STEP_OPERATIONS)

@@ -59,7 +59,7 @@ def gather(call: Call) -> Cost:
 
 
 def _grid_of_rows(call: Call) -> ThreadGrid | None:
-    """Of the kernel that copies whole rows; None where single elements are looked up."""
+    """The grid of the kernel that copies whole rows; None where single elements are looked up."""
     (out,), count = call.outputs, _rows_named(call)
     if not count:
         return None
@@ -113,9 +113,9 @@ def _grid_of_bags(call: Call, indices: int) -> ThreadGrid:
     bags, width = call.outputs[0].shape
     warps = max(1, bags * ceil(width / BAG_COLUMNS))
     blocks = min(BAG_BLOCKS, ceil(warps / BAG_WARPS))
-    turns, rows = ceil(warps / (blocks * BAG_WARPS)), indices / max(1, bags)
-    operations = ceil(turns * (BAG_OPERATIONS + rows * BAG_ROW_OPERATIONS))
-    return ThreadGrid(blocks, BAG_COLUMNS * BAG_WARPS, ceil(turns * (1 + rows)), operations=operations)
+    rounds, rows = ceil(warps / (blocks * BAG_WARPS)), indices / max(1, bags)
+    operations = ceil(rounds * (BAG_OPERATIONS + rows * BAG_ROW_OPERATIONS))
+    return ThreadGrid(blocks, BAG_COLUMNS * BAG_WARPS, ceil(rounds * (1 + rows)), operations=operations)
 
 
 @rule(aten._embedding_bag_per_sample_weights_backward)
@@ -148,8 +148,7 @@ def scatter(call: Call) -> tuple[Cost, ...]:
 
 
 def atomic_additions(call: Call) -> tuple[Cost, ...] | None:
-    """Those of compiled code in place of the ones that sort: each value is added atomically. None: the call sorts
-    nothing."""
+    """Compiled code's kernels in place of sorting ones: each value is added atomically. None: nothing sorts."""
     if call.func.overloadpacket is aten.embedding_dense_backward:  # zeros, and one add an element
         grad, table = call.inputs[0], call.outputs[0]
         rows = Region(table, min(grad.nbytes, table.nbytes))

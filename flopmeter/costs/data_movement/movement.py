@@ -129,8 +129,7 @@ def view_copy(call: Call) -> Cost:
 
 
 def _part_of(whole: TensorSpec, part: TensorSpec) -> Region:
-    """The region that the part is written to: every element once, also if the part is expanded (the gradient of a
-    sum)."""
+    """The region that the part is written to: every element once, even of an expanded part (a sum's gradient)."""
     return Region(whole, min(part.numel * part.dtype.itemsize, whole.nbytes))
 
 
@@ -255,8 +254,8 @@ def assertion(call: Call) -> Cost:
     return make_cost(call, MOVEMENT)
 
 
-@rule(aten._local_scalar_dense)
+@rule(aten._local_scalar_dense, aten._linalg_check_errors)
 def item(call: Call) -> Cost:
-    """One element copied to the host, which waits for it."""
-    (element,) = call.inputs
-    return make_cost(call, MOVEMENT, written=(Region(None, element.nbytes),))
+    """One element (or the status of each matrix) copied to the host, which waits for it."""
+    (read,) = call.inputs
+    return make_cost(call, MOVEMENT, written=(Region(None, read.nbytes),))

@@ -23,7 +23,7 @@ BITS_OF_BYTE = 8
 
 # --- cub's radix sort (DeviceRadixSort and DeviceSegmentedRadixSort) -------------------------------------------------
 
-# A block ranks so many elements by one digit at a time, then moves them to where its digits begin.
+# A block ranks this many elements by one digit at a time, then moves them to where its digits begin.
 TILE_THREADS, TILE_ITEMS = 384, 12
 DIGIT_BITS = 8
 SEGMENT_DIGIT_BITS = 6  # where one block sorts a whole row, or all
@@ -60,7 +60,7 @@ LEAST_ROW_ALONE, LEAST_SEGMENTS = 1_000_000, 128
 
 # --- topk ------------------------------------------------------------------------------------------------------------
 
-# Several blocks share each of up to so many rows that have at least so many elements (`should_use_multiblock`).
+# Up to this many rows of at least this many elements are each shared by several blocks (`should_use_multiblock`).
 SHARED_ROWS = (
     (20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800), (float("inf"), 400),
 )  # fmt: skip
@@ -108,8 +108,8 @@ def _sorted_in_one_tile(call: Call, given: Sequence[TensorSpec], results: Sequen
 
 @rule(aten.randperm)
 def randperm(call: Call) -> tuple[Cost, ...]:
-    """Numbers in the order of random keys. These have as many bits as make it likely (.9) that no two are alike; those
-    that are, next to each other then, are found and put in a random order (Randperm.cu)."""
+    """Numbers sorted by random keys. The keys have enough bits to make it likely (.9) that no two are equal; equal
+    ones, which are neighbours then, are found and put in a random order (Randperm.cu)."""
     (out,) = call.outputs
     n = out.numel
     if n <= 1:
@@ -143,7 +143,7 @@ def sort(call: Call) -> tuple[Cost, ...]:
 
 
 def _sorted_in_blocks(call: Call, values: TensorSpec, places: TensorSpec, size: int, *, is_stable: bool) -> Cost:
-    """Rows of so many elements in place, one block for each or for a few."""
+    """Sorts rows of that many elements in place, with one block for each row or for a few."""
     rows, moved = values.numel // size, (values, places)
     if size <= NETWORK_ELEMENTS and rows >= LEAST_NETWORK_ROWS and not is_stable:
         grid = ThreadGrid(
@@ -175,8 +175,8 @@ def _sorted_alone(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
 
 
 def _sorted_together(call: Call, rows: int) -> tuple[Cost, ...]:
-    """All rows as one by value, then by row; an element goes with the numbers of its row and its place in it. At last
-    each looks up its value."""
+    """Sorts all rows together, first by value and then by row. Each element carries the numbers of its row and of its
+    place in it, and finally looks up its value."""
     x, (_, places) = call.inputs[0], _results(call)
     pairs = scratch(places, 3)  # two numbers of four bytes
     by_row = radix_sort(call, scratch(places, 2), None, ceil(log2(rows)))
@@ -187,7 +187,7 @@ def _sorted_together(call: Call, rows: int) -> tuple[Cost, ...]:
 
 
 def _sorted_in_segments(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
-    """A block for each row, which in each pass counts the digits of its row, and then ranks and moves tile by tile."""
+    """A block for each row. In each pass it counts the digits of its row, then ranks and moves tile by tile."""
     x, (values, places) = call.inputs[0], _results(call)
     numbers, moved = scratch(places, 3), (values, places)
     tiles = ceil(size / (TILE_THREADS * TILE_ITEMS))
@@ -201,7 +201,7 @@ def _sorted_in_segments(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
 
 
 def _results(call: Call) -> tuple[TensorSpec, TensorSpec]:
-    """Values and places. A compiled graph drops what nobody reads; the kernels write it anyway."""
+    """Values and places. A compiled graph drops what nobody reads, but the kernels write it all the same."""
     x, found = call.inputs[0], call.outputs
     values = next((spec for spec in found if spec.dtype == x.dtype), scratch(found[0]._replace(dtype=x.dtype), 5))
     return values, found[-1] if found[-1] != values else scratch(values._replace(dtype=torch.int64), 5)
@@ -228,16 +228,16 @@ def topk(call: Call) -> tuple[Cost, ...]:
 
 
 def _chosen_by_block(call: Call, rows: int, size: int) -> Cost:
-    """One block for each row counts two bits a pass, of the elements that are left, then writes those that are large
-    enough: each thread learns from a barrier how many the others before it have."""
+    """One block for each row counts two bits a pass of the elements that are left. Then it writes those that are large
+    enough: each thread learns at a barrier how many the threads before it have."""
     threads = min(CHOOSING_THREADS, ceil(size / WARP_THREADS) * WARP_THREADS)
     steps = CHOOSING_PASSES * ceil(size / threads)
     return make_cost(call, SORTING, access="stream", grid=ThreadGrid(rows, threads, steps, cycles=CHOOSING_CYCLES))
 
 
 def _chosen_by_blocks(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
-    """Several blocks for each row count one byte a pass; two small kernels sum up what the blocks have of each digit.
-    A last one gathers what is above the k-th value, behind what the blocks before have."""
+    """Several blocks for each row count one byte a pass; two small kernels sum what the blocks have of each digit. A
+    last one gathers what is above the k-th value, each block after what the blocks before it have."""
     x = call.inputs[0]
     blocks_of_row, fewest_of_row = (ceil(size / (COUNT_THREADS * items)) for items in (COUNT_ITEMS, MOST_COUNT_ITEMS))
     blocks = rows * blocks_of_row

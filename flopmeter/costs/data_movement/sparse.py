@@ -64,8 +64,8 @@ def mask(call: Call) -> Cost:
 
 
 def product(call: Call) -> Cost:
-    """Of a sparse and a dense matrix, in either order: for each value a multiply-add of a row or column of the dense
-    one, by cuSPARSE on vector units (SparseCUDABlas.cpp). `addmm` adds beta·c."""
+    """A product of a sparse and a dense matrix, in either order: for each value a multiply-add of a row or column of
+    the dense one, by cuSPARSE on vector units (SparseCUDABlas.cpp). `addmm` adds beta·c."""
     *added, left, right = call.inputs
     sparse, dense, width = (right, left, left.shape[0]) if left.is_strided else (left, right, prod(right.shape[1:]))
     beta = call.argument("beta") if added else 0

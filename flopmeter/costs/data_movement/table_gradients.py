@@ -14,14 +14,14 @@ from flopmeter.costs.rules import in_one_piece, make_cost, rule, scratch
 from flopmeter.records import INDEXING, MOVEMENT, Call, Cost, Region, TensorSpec, ThreadGrid
 from flopmeter.torch_names.operators import aten
 
-# Up to so many indices, a block of 32 rows of 32 threads walks all of them for 32 columns of the table, 32 at a time:
+# Up to this many indices, a block of 32 rows of 32 threads walks all of them for 32 columns of the table, 32 at a time:
 # it loads their gradients, and after a barrier one thread for each row of the table adds them to it. Cycles between two
 # loads: 500 in nanoGPT's table of positions, which the cache holds, and in an LSTM's of words, which it does not, on an
 # H100 (validation/traces). All steps below are counted in torch's source.
 FEW_INDICES, FEATURE_THREADS, FEATURE_COLUMNS, FEATURE_ROWS, FEATURE_STEPS = 3072, 1024, 32, 32, 2
 FEATURE_CYCLES = 500
 
-# Kernels that find where the indices of each row begin, and those of each part of at most so many rows.
+# Kernels that find where the indices of each row begin, and those of each part of at most this many rows.
 FINDING_KERNELS, PART_ROWS = 8, 10
 # Loads of a thread of which each waits for the one before: the number of parts, the bounds of its part, an index and
 # what it names; and of the last kernel, in which it finds the row of the table, too. Rows are added four at a time.
@@ -67,8 +67,8 @@ def embedding_bag_backward(call: Call) -> tuple[Cost, ...]:
 
 
 def _sorted_sums(call: Call, indices: TensorSpec, given: Sequence[TensorSpec], flops: int) -> tuple[Cost, ...]:
-    """The rows of each part are added up in fp32, then the parts of each row of the table. `given`: what is added, and
-    what tells how; `flops`: of the additions."""
+    """The rows of each part are summed in fp32, then the parts of each row of the table. `given`: what is summed, and
+    the indices that say how; `flops`: of the additions."""
     (table,) = call.outputs
     count, (rows, width) = indices.numel, table.shape
     named = min(count, rows)
@@ -97,8 +97,8 @@ def _sorted_sums(call: Call, indices: TensorSpec, given: Sequence[TensorSpec], f
 def sorted_additions(
     call: Call, target: TensorSpec, read: Sequence[TensorSpec | Region], written: Region, touched: int, flops: int
 ) -> tuple[Cost, ...]:
-    """Of `index_put`, which sorts places first, so that no two warps add to the same (Indexing.cu,
-    index_put_with_sort_kernel)."""
+    """The kernels of an accumulating `index_put`, which sorts the places first, so that no two warps add to the same
+    one (Indexing.cu, index_put_with_sort_kernel)."""
     indices = call.argument("indices")
     taken = [place for place, index in enumerate(indices) if index is not None]
     count = prod(torch.broadcast_shapes(*(indices[place].shape for place in taken)))
@@ -124,7 +124,7 @@ def sorted_additions(
 
 
 def _threads(rows: int, width: int, steps: int) -> ThreadGrid:
-    """A thread for each element of so many rows."""
+    """A grid with a thread for each element of that many rows."""
     of_row = ceil(width / WARP_THREADS) * WARP_THREADS
     threads = min(of_row, MOST_THREADS)
     return ThreadGrid(ceil(rows * of_row / threads), threads, steps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from flopmeter.launch.fusion.dataflow import Flow, Touch, Value, flow_of
@@ -24,12 +24,42 @@ MOST_PICKED = 8  # operands of `cat` among which a reader picks: max_complex_poi
 
 
 def _is_shared(parts: list[Part], flow: Flow, place: int, touch: Touch, values: list[Value], inline: set[int]) -> bool:
-    """Whether others read the very operand, and compute with it, or would compute it again as this one would."""
+    """Whether other kernels read the same operand and compute with it, or would recompute it as this one would."""
     others = {reader for value in values for reader in value.readers} - {place}
     others = {other for other in others if any(read == touch for read, _ in flow.reads[other])}
     return any(is_pointwise(parts[other].role) and not _puts_together(parts[other]) for other in others) or (
         bool(others) and any(value.kernel in inline for value in values)
     )
+
+
+class _Needs:
+    """The parts that a reader computes for itself, and which of their elements it needs."""
+
+    def __init__(self, reader: int):
+        self.share = {reader: 1.0}  # of the elements of each part
+        self.picks: dict[int, Picks] = {}  # which elements, of a part of which only some are needed
+        self.fresh: dict[int, int] = {}  # the storages of the copies, by those of the parts
+        self._shares: defaultdict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # by the bytes that are read
+        self._wants: defaultdict[int, set[tuple[int, int, Picks]]] = defaultdict(set)
+        self._waiting = [-reader]
+
+    def latest_first(self) -> Iterator[int]:
+        """The parts, from the last one on, with those that are added meanwhile."""
+        while self._waiting:
+            place = -heapq.heappop(self._waiting)
+            self.picks[place] = tuple(sorted(self._wants[place])) if self.share[place] < 1 else ()
+            yield place
+
+    def add(self, place: int, touch: Touch, value: Value) -> None:
+        """The part at that place reads the value there."""
+        if value.kernel not in self.share:
+            heapq.heappush(self._waiting, -value.kernel)
+            self.fresh[touch.storage] = fresh_storage()
+        wanted, extent = self.share[place] * touch.charged / value.touch.nbytes, (touch.start, touch.stop)
+        self._wants[value.kernel].add((*extent, self.picks[place]))
+        shares = self._shares[value.kernel]
+        shares[extent] = max(shares.get(extent, 0.0), wanted)
+        self.share[value.kernel] = min(1.0, sum(shares.values()))
 
 
 def inlined(parts: list[Part], trace: Trace) -> list[Part]:
@@ -41,29 +71,16 @@ def inlined(parts: list[Part], trace: Trace) -> list[Part]:
     copies, made = Copies(), []
 
     def emit(reader: int, own: Part, reads: list[tuple[Touch, list[Value]]]) -> None:
-        """A part, or one for an operand of it, behind what it computes for itself."""
-        share = {reader: 1.0}  # of its elements that the reader wants, which may pick some of them
-        picked: defaultdict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # the same, by the bytes it lies in
-        wants: defaultdict[int, set[tuple[int, int, Picks]]] = defaultdict(set)
-        picks: dict[int, Picks] = {}
-        waiting, fresh = [-reader], {}
-        while waiting:
-            place = -heapq.heappop(waiting)
-            picks[place] = tuple(sorted(wants[place])) if share[place] < 1 else ()
+        """Adds a part, or one for an operand of it, after the copies of what it computes for itself."""
+        needs = _Needs(reader)
+        for place in needs.latest_first():
             for touch, values in reads if place == reader else flow.reads[place]:
                 for value in values:
                     if value.kernel in inline:
-                        if value.kernel not in share:
-                            heapq.heappush(waiting, -value.kernel)
-                            fresh[touch.storage] = fresh_storage()
-                        wanted, extent = share[place] * touch.charged / value.touch.nbytes, (touch.start, touch.stop)
-                        wants[value.kernel].add((*extent, picks[place]))
-                        shares = picked[value.kernel]
-                        shares[extent] = max(shares.get(extent, 0.0), wanted)
-                        share[value.kernel] = min(1.0, sum(shares.values()))
-        for place in sorted(share):
-            copy = copies.of(own if place == reader else parts[place], parts[reader], fresh, share[place])
-            made.append(copy._replace(is_inlined=place != reader, picks=picks[place]))
+                        needs.add(place, touch, value)
+        for place in sorted(needs.share):
+            copy = copies.of(own if place == reader else parts[place], parts[reader], needs.fresh, needs.share[place])
+            made.append(copy._replace(is_inlined=place != reader, picks=needs.picks[place]))
 
     for place, part in enumerate(parts):
         if place in inline or place in dead:
@@ -101,14 +118,14 @@ def _is_stored(parts: list[Part], flow: Flow, place: int, inline: set[int]) -> b
 
 
 class Copies:
-    """Of parts; the FLOPs of a part count in the first one alone."""
+    """Copies of parts. The FLOPs of a part count only in the first one."""
 
     def __init__(self) -> None:
         self._costs: dict[tuple[Cost, bool, float], Cost] = {}
         self._seen: set[tuple[int, Cost]] = set()
 
     def of(self, part: Part, reader: Part, renamed: Mapping[int, int], share: float = 1.0) -> Part:
-        """A part as it runs for the reader, with the storages renamed that it is handed there."""
+        """A part as it runs for the reader, on renamed storages."""
         key = (part.source, part.cost)
         cost, is_again = part.cost, key in self._seen
         self._seen.add(key)
@@ -159,7 +176,7 @@ def _dead(parts: list[Part], flow: Flow, lifetimes: Lifetimes, trace: Trace) -> 
 
 
 def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
-    """The places of the parts that no loop of their own computes."""
+    """The places of the parts that get no loop of their own."""
     last_write: dict[tuple[int, int | None], int] = {}
     writers: defaultdict[int, set[int]] = defaultdict(set)
     for place, values in enumerate(flow.writes):

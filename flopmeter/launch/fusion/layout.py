@@ -33,8 +33,8 @@ MOST_NODES_PER_CONVOLUTION = 300  # of the graph: with fewer convolutions the co
 # Nodes of a normalization in the decomposed graph (var_mean and its two results, sub, add, rsqrt, two mul, add); of
 # most other ops there is one. Views have one each.
 NORMALIZATION_NODES = 9
-IMAGE_DIMENSIONS = 4  # of what is turned: `convolution` of _inductor/kernel/conv.py turns no signals and no volumes
-_TURNED = -8  # the number of an op's first storage in the other layout; eager PyTorch's copies have those before
+IMAGE_DIMENSIONS = 4  # of what is converted: `convolution` of _inductor/kernel/conv.py converts only images
+_CONVERTED = -8  # the number of an op's first storage in the other layout; eager PyTorch's copies have those before
 
 
 class _Filters(NamedTuple):
@@ -117,15 +117,15 @@ def _converted(kernel: Kernel, given: tuple[bool, ...]) -> Iterator[Cost]:
     for place, region in enumerate(cost.reads):
         spec = foreign.get(region.spec.storage) if region.spec else None
         if spec is not None and _changes_order(spec):
-            turned = spec._replace(storage=_TURNED - place)
-            reads[place] = Region(turned, region.nbytes)
-            yield _copy(cost, spec, turned)
+            converted = spec._replace(storage=_CONVERTED - place)
+            reads[place] = Region(converted, region.nbytes)
+            yield _copy(cost, spec, converted)
     for place, region in enumerate(cost.writes):
         spec = region.spec
         if spec is not None and spec.shape == filters and _changes_order(spec):
-            turned = spec._replace(storage=_TURNED - len(reads) - place)
-            writes[place] = Region(turned, region.nbytes)
-            after.append(_copy(cost, turned, spec))
+            converted = spec._replace(storage=_CONVERTED - len(reads) - place)
+            writes[place] = Region(converted, region.nbytes)
+            after.append(_copy(cost, converted, spec))
     shape = work.shape._replace(channels_last=True)
     yield replace(cost, reads=tuple(reads), writes=tuple(writes), work=work._replace(shape=shape))
     yield from after

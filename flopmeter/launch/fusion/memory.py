@@ -18,7 +18,7 @@ from flopmeter.records import BEFORE, Kernel, Life, Trace
 def lives_of(
     parts: list[Part], flow: Flow, traffic: Traffic, order: list[list[int]], trace: Trace, made: set[int]
 ) -> Mapping[int, Life | None]:
-    """Of each storage that compiled graphs make, its life; None if it is never in memory.
+    """The life of each storage that compiled graphs make; None if it is never in memory.
 
     made: these storages, as far as the program has them. order: the members of each kernel, in the order of a run.
     """
@@ -58,7 +58,7 @@ def _places(parts: list[Part], order: list[list[int]]) -> dict[int, int]:
 
 
 def _life(values: list[Value], parts: list[Part], traffic: Traffic, ran_at: Mapping[int, int], trace: Trace) -> Life:
-    """Of the storage of these values: until its last reader has run, or what else holds it lets it go."""
+    """The life of the storage of these values: until its last reader has run and nothing else holds it."""
     storage, lifetimes = values[0].touch.storage, traffic.lifetimes
     used = {place for value in values for place in (value.kernel, *value.readers)}
     born, died = min(ran_at[value.kernel] for value in values), 1 + max(map(ran_at.__getitem__, used))

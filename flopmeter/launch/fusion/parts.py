@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 def fresh_storage() -> int:
-    """Of a value that is in memory only if a kernel of the graph reads it there."""
+    """A storage for a value that is in memory only if a kernel of the graph reads it there."""
     return next(_FRESH)
 
 
@@ -87,7 +87,7 @@ def _composed(parts: list[Part]) -> Iterator[Part]:
 
 
 def _is_filled_in_vain(part: Part, later: list[Part]) -> bool:
-    """Zeros that eager kernels ask for and inductor, whose loop writes all of the result, does not."""
+    """Whether it only writes zeros that inductor does not need, since a later loop writes all of the result."""
     if part.graph is None or part.cost.reads or part.role is OPAQUE:
         return False
     written = _written(part)
@@ -133,14 +133,14 @@ def _as_one(parts: list[Part], read_later: Set[TensorSpec | None]) -> Cost:
 
 
 def _into_whole(op: Op, cost: Cost) -> Cost:
-    """A loop over all that inputs are put together to, where eager kernels write the part of one input each."""
+    """One loop over the whole result of a concatenation, where eager kernels write the part of one input each."""
     if op.packet not in PUT_TOGETHER:
         return cost
     return replace(cost, writes=tuple(Region(spec, spec.nbytes) for spec in op.call.outputs))
 
 
 def _numbered(cost: Cost, storages: int) -> Cost:
-    """With scratch numbered as further storages of the op, after one for statistics."""
+    """The kernel with its scratch numbered as further storages of the op, after the one for statistics."""
 
     def region(each: Region) -> Region:
         if each.spec is None or each.spec.storage >= 0:
@@ -224,7 +224,7 @@ def _stages(op: Op, cost: Cost, role: Role, is_eager: bool) -> Iterable[tuple[Co
 
 
 def operands_of(part: Part) -> Iterator[Part]:
-    """What is put together, each written to its place by a loop of its own."""
+    """The operands of a concatenation, each written to its place by a loop of its own."""
     (result,), dim, at = part.cost.writes, part.op.call.argument("dim"), 0
     assert result.spec is not None
     whole = result.spec

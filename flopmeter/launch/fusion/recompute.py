@@ -19,7 +19,7 @@ from flopmeter.records import Trace
 from flopmeter.torch_names.operators import aten
 
 NEARER_TO_BACKWARD, MOST_STEPS = 1.1, 100  # what is made a step earlier costs so much more to keep
-NOT_MATERIALIZED = 2  # times the bytes: kept, it has to be written beside being read
+NOT_MATERIALIZED = 2  # times the bytes: what is kept has to be written as well as read
 SMALLER = 4  # times smaller than its inputs: a reduction, which is kept
 UNREAD = False
 _KEPT = aten.present("cat", "stack", "embedding", "constant_pad_nd", "index_select")
@@ -73,8 +73,8 @@ def _is_backward(part: Part) -> bool:
 
 
 def _held_for_backward(parts: list[Part], flow: Flow, again: set[int], trace: Trace) -> dict[int, bool]:
-    """Which of the parts made what autograd alone held for the backward graph: now it is in no memory. For each,
-    whether its own graph reads it still."""
+    """The parts that made what only autograd held for the backward graph: it is no longer in memory. For each, whether
+    its own graph still reads it."""
     last_of = Lifetimes(parts, trace).last_of
     dropped: dict[int, bool] = {}
     for place in sorted(again, reverse=True):
@@ -93,7 +93,7 @@ Source = tuple[int, int]
 
 
 class _Partition:
-    """Of one forward graph: what is kept for backward and what is computed again."""
+    """The partition of one forward graph: what is kept for backward and what is computed again."""
 
     def __init__(self, parts: list[Part], flow: Flow, members: list[int]):
         self._parts, self._flow, self._members = parts, flow, members
@@ -166,15 +166,15 @@ class _Partition:
         return SMALLER * value.touch.nbytes >= sum(touch.charged for touch, _ in reads)
 
     def _far_from_other_uses(self) -> Iterator[int]:
-        """Parts that read what others read too, before a library's kernel in between: with those they will not share a
-        kernel (a residual stream, above all)."""
+        """Parts that read the same as others do, but before a library's kernel that lies in between, above all in a
+        residual stream: they will not share a kernel with these."""
         for source, users in self._users.items():
             if len(users) > 1 and source[0] >= 0 and self._parts[source[0]].role.joins_consumers:
                 first = self._first_not_fusible(users)
                 yield from (user for user in users if user > first)
 
     def _may_fuse(self, place: int) -> bool:
-        """With its readers, for the partitioner, which does not know of split loops."""
+        """Whether it may fuse with its readers, as the partitioner sees it, which does not know of split loops."""
         role = self._parts[place].role
         return role.joins_consumers or role.loops is not None
 
@@ -214,7 +214,7 @@ class _Partition:
         steps[source] = 1 if source in self._wanted else min(after, default=MOST_STEPS)
 
     def _components(self) -> Iterator[list[Source]]:
-        """Of what is wanted by backward and what that can be computed from, each with all that hangs together."""
+        """The connected components of what backward wants and what it can be recomputed from."""
         seen: set[Source] = set()
         for start in self._wanted:
             if start in seen or start[0] not in self._candidates:
@@ -224,11 +224,14 @@ class _Partition:
             while waiting:
                 source = waiting.pop()
                 component.append(source)
-                near = [user for user in (*self._users[source], source[0]) if user in self._candidates]
-                for place in near:
-                    (value,) = self._flow.writes[place]
-                    for other in (*self._inputs[place], (place, value.touch.storage)):
-                        if other not in seen:
-                            seen.add(other)
-                            waiting.append(other)
+                found = [other for other in self._neighbours(source) if other not in seen]
+                seen.update(found)
+                waiting += dict.fromkeys(found)
             yield component
+
+    def _neighbours(self, source: Source) -> Iterator[Source]:
+        """What its candidate parts read and write: those that use the source, and the one that makes it."""
+        near = [user for user in (*self._users[source], source[0]) if user in self._candidates]
+        for place in near:
+            (value,) = self._flow.writes[place]
+            yield from (*self._inputs[place], (place, value.touch.storage))

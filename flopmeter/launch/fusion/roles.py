@@ -49,8 +49,8 @@ class Role(NamedTuple):
 
     @property
     def wants_inlined(self) -> bool:
-        """Split loops over other than the innermost dimensions fuse with a producer only by computing it inside them,
-        which inductor does where nothing else needs the value."""
+        """Whether producers fuse only by being computed inside of these loops: inductor does that for split loops over
+        other than the innermost dimensions, where nothing else needs the value."""
         return self.loops is not None and not self.loops.takes_neighbours and splits_of(self.loops) > 1
 
 
@@ -170,7 +170,7 @@ def _role_of_scatter(call: Call, cost: Cost) -> Role:
 
 
 def _takes_lists(call: Call) -> bool:
-    """Other foreach and fused optimizer ops (`cat` and `stack` take a list too, but return one tensor)."""
+    """Whether it is another foreach or fused optimizer op. (`cat` and `stack` return one tensor.)"""
     arguments, returns = call.func._schema.arguments, call.func._schema.returns
     returns_a_tensor = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
     return bool(arguments) and isinstance(arguments[0].type, torch.ListType) and not returns_a_tensor
@@ -197,12 +197,12 @@ def _loops_of_normalization(call: Call, cost: Cost, results: int) -> Loops | Non
 
 
 def _reduces_nothing(call: Call, cost: Cost, results: int) -> bool:
-    """A loss for each element, and the gradient of one that reads what its targets name."""
+    """Whether it is a loss for each element, or the gradient of one that reads what its targets name."""
     return call.get("reduction") == 0 or results > sum(map(_elements_of, cost.reads))
 
 
 def _elements_of(region: Region) -> int:
-    """A loop over all of a tensor meets a number that lies in memory once as often as the tensor has it."""
+    """The iterations of a loop over the tensor: an element that is repeated counts as often as the tensor has it."""
     spec = region.spec
     if spec is None:
         return 0
@@ -243,7 +243,7 @@ def _loops(shape: tuple[int, ...], dims: tuple[int, ...], spec: TensorSpec | Non
 
 
 def splits_of(loops: Loops) -> int:
-    """Into how many parts inductor splits a reduction, whose results another kernel adds up; 1: it does not."""
+    """Into how many parts inductor splits a reduction, whose results another kernel adds up; 1: into none."""
     if loops.takes_neighbours:
         is_split = loops.reduced > SPLIT_REDUCED_ELEMENTS and loops.kept < SPLIT_KEPT_ELEMENTS
         return ceil(loops.reduced / SPLIT_REDUCED_ELEMENTS) if is_split else 1

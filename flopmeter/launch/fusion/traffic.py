@@ -25,7 +25,7 @@ class Lifetimes:
         self._end = {part.graph: end for part, end in zip(parts, ends, strict=True)}  # and of the next one after it
 
     def last_of(self, part: Part) -> int:
-        """The op of the last kernel of the part's graph; of an eager kernel its own."""
+        """The last op of the part's graph; for an eager kernel its own."""
         return part.place if part.graph is None else self._last[part.graph]
 
     def outlives_graph(self, value: Value) -> bool:

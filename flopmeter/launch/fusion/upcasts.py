@@ -51,7 +51,7 @@ def _overwritten(flow: Flow, place: int) -> Value | None:
 
 
 def _renumbered(part: Part, read_as: Mapping[int, int], written_as: Mapping[int, int], costs: _Costs) -> Part:
-    """With storages of those numbers behind the others of the op."""
+    """The part with storages numbered behind the others of the op."""
     storages = part.op.storages
     reads, writes = (
         {storages.index(storage): own for storage, own in names.items()} for names in (read_as, written_as)
@@ -70,7 +70,7 @@ def _renumbered(part: Part, read_as: Mapping[int, int], written_as: Mapping[int,
 
 
 def _moved(regions: Iterable[Region], slots: Mapping[int, int]) -> tuple[Region, ...]:
-    """To other storages of the op."""
+    """The same regions in other storages of the op."""
     return tuple(
         region._replace(spec=region.spec._replace(storage=slots.get(region.spec.storage, region.spec.storage)))
         if region.spec
@@ -105,7 +105,7 @@ def _activated(part: Part) -> Region | None:
 
 
 def _in_two(cost: Cost, x: Region, storage: int) -> tuple[Cost, Cost]:
-    """The cast of an operand into another storage of the op, and what is computed from that."""
+    """Two parts: the cast of an operand into another storage of the op, and what is computed from that."""
     assert x.spec is not None
     spec = x.spec._replace(dtype=torch.float32, storage=storage, offset=0)
     wide = Region(spec, spec.nbytes)

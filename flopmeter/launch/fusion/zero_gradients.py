@@ -1,4 +1,4 @@
-"""Zeros for results of a compiled function that get no gradient, such as logits beside the loss.
+"""Zeros for results of a compiled function that get no gradient, such as logits returned with the loss.
 
 Its backward graph takes a gradient for each result that needs one, and adds it to what flows back inside of the
 function. For those that the program gives none, autograd makes zeros (`VariableInfo::zeros` in
@@ -46,7 +46,7 @@ def with_zero_gradients(parts: list[Part], trace: Trace) -> list[Part]:
 
 
 def _read_inside_alone(parts: list[Part], trace: Trace) -> Iterator[_Result]:
-    """The floats that a compiled function returned, and that nothing has read but what ran in it before."""
+    """The floats that a compiled function returned and that only the function itself has read so far."""
     lifetimes, results = Lifetimes(parts, trace), dict[int, _Result]()
     for place, part in enumerate(parts):
         if part.graph is not None and part.op.phase == "forward" and _function(part.op) is not None:
@@ -67,7 +67,7 @@ def _read_inside_alone(parts: list[Part], trace: Trace) -> Iterator[_Result]:
 
 
 def _function(op: Op) -> tuple[int | None, str] | None:
-    """What is compiled: the call of a function that asks for it, or else the outermost module."""
+    """The compiled function: the call of one that asks for it, or else the outermost module."""
     outermost = op.module.partition(".")[0]
     return (op.region, outermost) if op.region is not None or outermost else None
 

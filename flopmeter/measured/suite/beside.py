@@ -58,16 +58,15 @@ def pairs(run: SuiteRun, device: Hardware) -> tuple[list[Beside], list[Unpaired]
 
 
 def _as_it_ran(result: CaseResult) -> Case:
-    """The clocks of a sample. One that is longer than a burst ends at the clock of a long run, and is priced at that as
-    a whole."""
+    """The clocks of a sample. A sample that is longer than a burst ends at the clock of a long run, and is priced at
+    that clock as a whole."""
     assert result.reading is not None
     is_burst = result.reading.seconds * result.reading.calls <= BURST_SECONDS
     return result.case if is_burst else result.case._replace(clocks="sustained")
 
 
 def _as_measured(run: SuiteRun, device: Hardware) -> Hardware:
-    """The device under the power limit that the machine had. Raises HardwareError for a CPU's run on a GPU, and the
-    reverse."""
+    """The device under the machine's power limit. Raises HardwareError for a CPU's run on a GPU, and the reverse."""
     if device.is_cpu != run.is_cpu:
         kinds = ("a CPU", "a GPU")
         measured, other = kinds if run.is_cpu else kinds[::-1]

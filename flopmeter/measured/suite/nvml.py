@@ -58,7 +58,7 @@ class Gpu:
         }
 
     def _asked(self, function: str, answer: Any, *arguments: int) -> int | None:
-        """NVML fills the last argument in and returns 0 where it can tell."""
+        """The answer, which NVML writes into the last argument; it returns 0 where it has one."""
         if not self._is_there or not hasattr(self._library, function):
             return None
         failed = getattr(self._library, function)(self._handle, *arguments, ctypes.byref(answer))

@@ -179,7 +179,7 @@ def _filled(make: Maker, module: nn.Module) -> Any:
 
 
 def program_cases(half: str) -> list[Case]:
-    """For a GPU whose programs compute in `half`."""
+    """The programs for a GPU, which compute in `half`."""
     inference, training = {"dtype": half}, {"autocast": half, "dtype": "fp32"}
     return [
         _case("inference", model="bert-base", batch=8, seq=384, **inference),
@@ -196,7 +196,7 @@ def program_cases(half: str) -> list[Case]:
 
 
 def cpu_program_cases() -> list[Case]:
-    """The same kinds in fp32, small enough for a core."""
+    """The same kinds in fp32, small enough for one core."""
     fp32 = {"dtype": "fp32"}
     return [
         _case("inference", model="bert-base", batch=1, seq=128, **fp32),

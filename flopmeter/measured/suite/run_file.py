@@ -77,7 +77,7 @@ class SuiteRun:
         return build(Hardware, self.calibration)
 
     def write(self, path: Path) -> None:
-        """All or nothing: a reader never sees half a file."""
+        """Writes the whole file or nothing: a reader never sees half of it."""
         head = {name: value for name, value in vars(self).items() if name != "results"}
         lines = ",\n".join("  " + json.dumps(_as_dict(result)) for result in self.results)
         text = json.dumps({"format": FORMAT, **head}, indent=1).removesuffix("\n}")

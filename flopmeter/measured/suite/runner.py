@@ -227,7 +227,7 @@ def _peak_memory(run: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def _own_memory(case: Case, device: DeviceType) -> Iterator[None]:
-    """What a case leaves behind is freed before the next one."""
+    """In this context memory is the case's own: what it leaves behind is freed before the next one."""
     try:
         yield
     finally:

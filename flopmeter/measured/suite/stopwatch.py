@@ -138,7 +138,7 @@ class CudaWatch:
         return reading_of(samples, 1, "host's clock, device idle before and after", watts, clock)
 
     def _replay(self, runs: Sequence[CaseRun]) -> tuple[CaseRun, int, str]:
-        """Something that runs the kernels, how many calls it makes, and how."""
+        """A function that runs the kernels, the number of calls that it makes, and how it makes them."""
         around = _in_turn(runs, 1)
         _on_a_side_stream(around)
         once = min(_between_events(around) for _ in range(3))
@@ -200,7 +200,7 @@ def _in_turn(runs: Sequence[CaseRun], rounds: int) -> CaseRun:
 
 
 def _on_a_side_stream(around: CaseRun) -> None:
-    """Warm-up as graphs ask for it."""
+    """The warm-up that graphs ask for."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -33,9 +33,9 @@ from flopmeter.report.wins import LEAST_GAIN, MINOR_FAULT, WHOLE, Advice
 
 @draws(VIEWS, "advice")
 def advice_of(report: Report) -> tuple[Advice, ...]:
-    """In the order in which to do it. Faults come first: to mend one costs nothing, and helps however the program runs
-    later. Then come other ways to run the program, and minor faults among them, by what they win. A larger batch, with
-    which a model learns otherwise, comes last of each."""
+    """The advice in the order in which to follow it. Faults come first: mending one costs nothing and helps however the
+    program runs later. Then come other ways to run the program, with minor faults among them, by what they win. A
+    larger batch comes last in each group, since a model learns differently with it."""
     if report.in_mode is None or not report.timings or not report.seconds:
         return ()
     proposals = (proposal for remedy in REMEDIES for proposal in remedy(report))
@@ -49,7 +49,7 @@ _PICO = 12  # digits of a second: below them the difference of two sums over the
 
 
 def _is_about(proposal: Proposal, report: Report) -> bool:
-    """A report of some of the ops leaves out what is wrong with others."""
+    """Whether the report has kernels that the proposal is about: a report may be of some of the ops only."""
     return bool(proposal.then.timings) and any(proposal.concerns(kernel) for kernel, _ in timed(report))
 
 

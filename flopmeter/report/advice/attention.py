@@ -79,7 +79,7 @@ _OF_TORCH = "need_weights=False in the calls of nn.MultiheadAttention, which the
 
 
 def _averaged_over_heads(trace: Trace, attention: _Materialised) -> set[int]:
-    """Storages with the average of the heads' probabilities, which nn.MultiheadAttention gives beside its result."""
+    """Storages with the average of the heads' probabilities, which nn.MultiheadAttention returns next to its result."""
     ops = (trace.ops[index] for index in attention.ops)
     means = (op for op in ops if op.packet is aten.mean and op.phase != "backward")
     return {spec.storage for op in means for spec in op.outputs if spec.shape[-2:] == attention.softmax.shape[-2:]}
@@ -142,7 +142,7 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Material
 
 
 def _is_softmax(trace: Trace, uses: dict[int, list[int]], index: int) -> bool:
-    """Also one that is written out: the exponentials of scores, of which each row is added up."""
+    """Whether the op is a softmax, or the exponential in one that is written out, which sums each row."""
     op = trace.ops[index]
     if op.packet is not aten.exp:
         return op.packet in _SOFTMAX
@@ -155,7 +155,7 @@ def _is_softmax(trace: Trace, uses: dict[int, list[int]], index: int) -> bool:
 def _bias(
     trace: Trace, uses: dict[int, list[int]], touched: set[int], scores: set[int], square: TensorSpec
 ) -> tuple[TensorSpec | None, TensorSpec | None]:
-    """What is added to the scores and is no causal mask, which SDPA takes as its mask, and what gives it its
+    """What is added to the scores and is no causal mask (SDPA takes it as its mask), and the op that gives it its
     gradient."""
     ops = [trace.ops[index] for index in sorted(touched)]
     added = (
@@ -171,7 +171,7 @@ def _bias(
 
 
 def _sums_bias_gradient(op: Op, square: TensorSpec) -> bool:
-    """Whether it adds up what all sequences, or all heads, say of a bias that they share."""
+    """Whether it sums the gradients that all sequences, or all heads, give to a bias that they share."""
     if op.phase != "backward" or op.packet is not aten.sum:
         return False
     return op.inputs[0].shape[-2:] == op.outputs[0].shape[-2:] == square.shape[-2:]
@@ -200,7 +200,7 @@ def _writes(op: Op, storages: set[int]) -> bool:
 
 
 def _is_view(op: Op) -> bool:
-    """Also an op in place."""
+    """Whether it returns a view; an op in place does."""
     return bool(op.outputs) and op.makes <= op.reads
 
 
@@ -270,7 +270,7 @@ def _is_causal_mask(trace: Trace, uses: dict[int, list[int]], spec: TensorSpec, 
 
 
 def _compares_places(trace: Trace, uses: dict[int, list[int]], storage: int) -> bool:
-    """Whether the storage depends on no data, and a triangle or a comparison of two tensors is among what made it."""
+    """Whether the storage depends on no data and was made with a triangle or by comparing two tensors."""
     known, todo, compares = {storage}, [storage], False
     while todo:
         number = todo.pop()
@@ -318,7 +318,7 @@ def _views_of_nothing(trace: Trace, uses: dict[int, list[int]], dropped: set[int
 
 
 def _rows_innermost(spec: TensorSpec, is_gradient: object) -> TensorSpec:
-    """Fused kernels write gradients with the width of a head innermost, whatever products of matrices did."""
+    """The same gradients with a head's width innermost, as fused kernels write them."""
     if not is_gradient or not is_dense(spec) or not spec.shape or spec.stride[-1] == 1:
         return spec
     return spec._replace(stride=dense(spec.shape, spec.dtype, spec.device).stride)
@@ -376,7 +376,7 @@ def _operands(trace: Trace, attention: _Materialised) -> Operands:
 
 
 def _in_batches(spec: TensorSpec, batch_and_heads: tuple[int, ...]) -> TensorSpec:
-    """One that is packed, with the scores' sequences apart from their heads, if it has as many."""
+    """The packed tensor with the scores' sequences apart from their heads, if it has as many."""
     count, sizes = spec.shape[1], spec.shape[2:]
     if spec.shape[0] > 1 or len(batch_and_heads) != 2 or count != prod(batch_and_heads) or not is_dense(spec):
         return spec

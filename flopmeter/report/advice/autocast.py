@@ -28,8 +28,10 @@ WIDE = torch.float32
 
 
 def autocast(trace: Trace, dtype: torch.dtype) -> Trace | None:
-    """The trace of a program in fp32, as if its forward pass ran under autocast with that dtype. Of the casts, how long
-    each takes is followed, and not how long its result lives.
+    """The trace of a program in fp32, as if its forward pass ran under autocast with that dtype. For the casts only
+    their time counts, not how long their results live. None where the program runs whole layers as one op, which
+    autocast would take apart; where the compiler's kernels ran, into which the casts would go; and in a torch without
+    the casting op.
 
     None where it runs whole layers as one op, which autocast would take apart, and where the compiler's kernels ran,
     into which the casts would go; and in a torch that lacks the op that casts.
@@ -81,7 +83,7 @@ class _UnderAutocast:
         return rebuilt(op, typed)
 
     def _tensor_was_narrow(self, op: Op) -> bool | None:
-        """Of an op of the backward pass, by what was kept for it; None where nothing was."""
+        """Whether what was kept for an op of the backward pass was narrow; None where nothing was kept."""
         kept = [self._was_narrow[spec.storage] for spec in op.inputs if spec.storage in self._was_narrow]
         return any(kept) if kept and op.phase == "backward" else None
 
@@ -126,7 +128,7 @@ class _UnderAutocast:
             self._of_wide_input |= weights
 
     def _cast_gradients(self, index: int, op: Op, policy: Policy, made: set[int], was_narrow: bool | None) -> None:
-        """Of what was cast in the forward pass: the gradient is cast back after the op that makes it."""
+        """Casts the gradient of what the forward pass cast back, after the op that makes it."""
         is_of_wide_input = any(spec.storage in self._of_wide_input for spec in op.inputs)
         for spec in op.outputs:
             if spec.storage in made & self._narrow and (self._is_gradient(spec.storage) or is_of_wide_input):

@@ -58,7 +58,7 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
 
 
 def _if_priced(report: Report, larger: Trace) -> Report | None:
-    """None where a rule refuses shapes of the larger batch, which are a guess."""
+    """The report of the larger batch; None where a rule refuses its shapes, which are a guess."""
     try:
         return priced(report, larger)
     except _SHAPES_DO_NOT_FIT:

@@ -58,7 +58,7 @@ def _read_through(report: Report, of_heads: bool, why: str, remedy: str) -> Iter
 
 
 def _walked(trace: Trace, device: Hardware, wanted: set[int]) -> _ReadThrough:
-    """The way through the ops without as many of these copies as nobody needs."""
+    """The ops without as many of these copies as nobody needs."""
     while True:
         walk = _ReadThrough(trace, device, wanted)
         walk.run()
@@ -174,7 +174,7 @@ class _ReadThrough:
         self._copied |= {out.storage: copy, now.storage: copy}
 
     def _follow(self, index: int, op: Op, copy: int) -> bool:
-        """Have an op read where its operands lie now. False if it cannot."""
+        """Let an op read where its operands lie now. False if it cannot."""
         if op.call.name.startswith(_ATTENTION):
             return self._attend(index, op, copy)
         if is_view(op):
@@ -198,8 +198,8 @@ class _ReadThrough:
         return True
 
     def _attend(self, index: int, op: Op, copy: int) -> bool:
-        """Attention takes operands of any layout, and fewer heads of keys than of queries. What it makes lies as the
-        operand lies that it belongs to."""
+        """Attention takes operands of any layout, and fewer heads of keys than of queries. Each result lies as the
+        operand that it belongs to."""
         is_backward = op.call.name.endswith("_backward")
         before = op.inputs[1:4] if is_backward else op.inputs[:3]
         now = {spec: self._in_heads(spec) for spec in op.inputs}

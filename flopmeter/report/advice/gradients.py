@@ -27,7 +27,7 @@ def filled_gradients(report: Report) -> Iterator[Proposal]:
 
 
 def _taken(trace: Trace, left: set[int], dropped: set[int]) -> dict[int, Op]:
-    """What becomes of the first addition to each gradient that is not there any more."""
+    """What takes the place of the first addition to each gradient that is no longer there."""
     takes = {}
     for each in trace.accumulations:
         op = trace.ops[each.op]
@@ -38,7 +38,7 @@ def _taken(trace: Trace, left: set[int], dropped: set[int]) -> dict[int, Op]:
 
 
 def _takes(add: Op) -> Op:
-    """What autograd does where a leaf has no gradient: it keeps what it was given, without a kernel."""
+    """What autograd does where a leaf has no gradient yet: it keeps what it is given, without a kernel."""
     given = add.inputs[1]
     return in_place_of(add, aten_overloads.detach.default, (given,), {}, (given,), (given,))
 
@@ -108,14 +108,14 @@ def _activations(trace: Trace) -> set[int]:
 
 
 def _outliving(trace: Trace, part: range, storages: set[int]) -> set[int]:
-    """Of these storages those that the pass reads, made before it, and that are alive after it."""
+    """Those of these storages that are made before the pass, read by it, and alive after it."""
     read = ((number, trace.storages[number]) for number in storages & read_in(trace, part))
     return {number for number, each in read if each.born < part.start and (each.died is None or each.died > part.stop)}
 
 
 def _shared(trace: Trace, early: range, late: range) -> set[int]:
-    """The ops of the first pass that the second one runs for other gradients: all that comes of them are gradients that
-    the second pass adds to, and the second has an op on the same activations and weights."""
+    """The ops of the first pass that the second one runs again for other gradients. Everything that they make ends in
+    gradients that the second pass adds to, and the second pass has the same op on the same activations and weights."""
     again = {each.leaf for each in trace.accumulations if each.op in late}
     added_to = {each.op: each.leaf for each in trace.accumulations if each.op in early}
     known = {_on_known(trace, trace.ops[index], early.start) for index in late}
@@ -134,12 +134,12 @@ def _shared(trace: Trace, early: range, late: range) -> set[int]:
 
 
 def _on_known(trace: Trace, op: Op, start: int) -> tuple[object, tuple[TensorSpec, ...]]:
-    """The op with what it reads of before the backward pass."""
+    """The op with its inputs replaced by what was there before the backward pass."""
     return op.call.func, tuple(spec for spec in op.inputs if trace.storages[spec.storage].born < start)
 
 
 def _sum_of_two(trace: Trace, early: range, first: int) -> Op:
-    """The gradients of two losses, added up where these part."""
+    """The addition of the gradients of two losses, where their passes part."""
     op = trace.ops[first]
     made = next((spec for spec in op.inputs if trace.storages[spec.storage].born in early), op.inputs[0])
     return in_place_of(op, aten_overloads.add.Tensor, (made, made), {}, (made, made), (made,))

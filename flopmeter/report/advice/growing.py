@@ -17,7 +17,7 @@ _ATTENTION = "_scaled_dot_product_"
 
 @remedy
 def grown_by_cat(report: Report) -> Iterator[Proposal]:
-    """Not in training, where the backward pass reads what there was at each step."""
+    """Tensors that each step grows by `torch.cat`. Not in training, where the backward pass reads each of them."""
     trace = trace_of(report)
     if has_backward(trace):
         return
@@ -58,7 +58,7 @@ def _chains(trace: Trace) -> list[list[int]]:
 
 
 def _in_one_piece(trace: Trace, chain: list[int]) -> dict[int, Whereabouts]:
-    """Where what each op makes lies, if all is written into what the last one makes."""
+    """Where the result of each op lies if all of them are written into the last one's."""
     whole = trace.ops[chain[-1]].outputs[0]
     parts = (trace.ops[index].outputs[0] for index in chain)
     return {
@@ -86,7 +86,7 @@ def _needed(trace: Trace, places: dict[int, Whereabouts]) -> set[int]:
 
 
 def _written(op: Op, places: dict[int, Whereabouts]) -> Op:
-    """The new part alone, copied to its place."""
+    """The kernel that copies only the new part to its place."""
     there, part = _place(op, places), op.inputs[1]
     return in_place_of(op, aten_overloads.copy_.default, (there, part), {}, (there, part), (there,))
 
@@ -97,7 +97,7 @@ def _place(op: Op, places: dict[int, Whereabouts]) -> TensorSpec:
 
 
 def _views(op: Op, places: dict[int, Whereabouts]) -> list[Op]:
-    """Of the place of the new part, and of all that there is then; the host makes them."""
+    """Views of the place of the new part, and of all that there is then; the host makes them."""
     now, dim = places[op.outputs[0].storage].now, op.call.argument("dim")
     slices = ((_place(op, places), now.shape[dim] - op.inputs[1].shape[dim]), (now, 0))
     return [

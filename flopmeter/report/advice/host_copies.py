@@ -76,7 +76,7 @@ def _without_waiting(op: Op) -> Op:
 
 @remedy
 def needless_offload(report: Report) -> Iterator[Proposal]:
-    """Although memory has room for what is sent."""
+    """Activations that are sent to the host although the device has room for them."""
     trace, usable = trace_of(report), usable_bytes_if_known(report.hardware)
     sent, returned = _there_and_back(trace)
     if usable is None or not sent:

@@ -31,23 +31,23 @@ def channels_last(report: Report) -> Iterator[Proposal]:
     shapes = _images(trace)
     images = shapes.keys() - _regrouped(trace, shapes)
 
-    def turned(spec: TensorSpec, shape: object) -> TensorSpec:
-        """`shape`: that of the image it lies in, or None."""
+    def converted(spec: TensorSpec, shape: object) -> TensorSpec:
+        """The tensor in NHWC. `shape`: that of the image in which it lies, or None."""
         if not isinstance(shape, tuple) or not _is_nchw(spec) or _regroups(spec, shape):
             return spec
         return spec._replace(stride=dense_strides(spec.shape, channels_last=True))
 
-    then = with_tensors(trace, turned, lambda number: shapes[number] if number in images else None)
-    turns = defaultdict[int, list[Op]](list)
+    then = with_tensors(trace, converted, lambda number: shapes[number] if number in images else None)
+    copies = defaultdict[int, list[Op]](list)
     for index, spec in _given(trace, images):
-        turns[index].append(_turn(trace.ops[index], spec, turned(spec, spec.shape)))
+        copies[index].append(_copy(trace.ops[index], spec, converted(spec, spec.shape)))
     for index, spec in _viewed(trace, images):
-        turns[index].append(_turn(trace.ops[index], turned(spec, spec.shape), spec, torch.contiguous_format))
+        copies[index].append(_copy(trace.ops[index], converted(spec, spec.shape), spec, torch.contiguous_format))
     yield Proposal(
         "convolutions and what is between them", lambda kernel: any(number in images for number in kernel.op.storages),
         "images lie as NCHW; matrix units take NHWC, and copies turn them",
         "model.to(memory_format=torch.channels_last), and the images",
-        priced(report, with_ops(then, (), put_before=turns)),
+        priced(report, with_ops(then, (), put_before=copies)),
     )  # fmt: skip
 
 
@@ -56,13 +56,13 @@ def _is_nchw(spec: TensorSpec) -> bool:
 
 
 def _regroups(spec: TensorSpec, shape: tuple[int, ...]) -> bool:
-    """Whether batch and channels of an image of that shape are other ones here, as instance norms take all channels of
-    a batch for those of one image. In NHWC they do not lie one after the other: such a view is a copy to NCHW."""
+    """Whether the view has other batches and channels than its image of that shape, as in instance norms, which take
+    all channels of a batch for those of one image. In NHWC these are not neighbours: such a view is a copy to NCHW."""
     return spec.shape[2:] == shape[2:] and spec.shape != shape
 
 
 def _given(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
-    """Images that the program makes of no others, each with the op that makes something else of it first."""
+    """Images that the program does not make from other images, each with the first op that makes something of it."""
     left = {number for number in images if trace.storages[number].role is None}
     for index, op in enumerate(trace.ops):
         read = [spec for spec in op.inputs if spec.device == trace.device and spec.storage in images]
@@ -85,10 +85,13 @@ def _viewed(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
                 yield index, image
 
 
-def _turn(op: Op, spec: TensorSpec, turned: TensorSpec, memory_format: torch.memory_format = torch.channels_last) -> Op:
-    """The copy that turns an image before an op. Its result has the image's place, which does not change the price."""
+def _copy(
+    op: Op, spec: TensorSpec, converted: TensorSpec, memory_format: torch.memory_format = torch.channels_last
+) -> Op:
+    """The copy that converts an image before an op. Its result has the image's place, which does not change the
+    price."""
     options = {"memory_format": memory_format}
-    return in_place_of(op, aten_overloads.clone.default, (spec,), options, (spec,), (turned,))
+    return in_place_of(op, aten_overloads.clone.default, (spec,), options, (spec,), (converted,))
 
 
 def _images(trace: Trace) -> dict[int, tuple[int, ...]]:
@@ -112,7 +115,7 @@ def _is_convolution(op: Op) -> bool:
 
 
 def _regrouped(trace: Trace, shapes: Mapping[int, tuple[int, ...]]) -> set[int]:
-    """What is made of images that are regrouped, until a convolution turns it: it stays in NCHW."""
+    """What is made of images that are regrouped, until a convolution converts it: it stays in NCHW."""
     found: set[int] = set()
     for op in trace.ops:
         read = [spec for spec in op.inputs if spec.storage in shapes and len(spec.shape) == 4]

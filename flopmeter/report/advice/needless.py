@@ -68,7 +68,7 @@ def wide_work(report: Report) -> Iterator[Proposal]:
 
 
 def _narrowing(ops: list[Op]) -> str:
-    """What keeps them from fp32. Norms are in fp32 inside of torch.autocast too, whatever type their weights have."""
+    """The remedy that keeps them from fp32. Under torch.autocast norms are in fp32 whatever their weights' type."""
     if all(policy_of(op) == "wide" for op in ops if not _is_cast(op)):
         return "without .float() or torch.autocast around it, whichever of them widens it"
     return "without .float(), or inside of torch.autocast"
@@ -97,9 +97,9 @@ def _keeps_wide_weights(trace: Trace) -> bool:
 
 
 def _between_casts(trace: Trace, narrow: torch.dtype) -> list[int]:
-    """Ops in fp32 whose activations are all casts of narrow tensors that nothing else reads (as a norm that is written
-    out does), and whose results (of that size, if any are) are only cast back; and casts of which that is true
-    themselves."""
+    """Ops in fp32 between casts: all of their activations are casts of narrow tensors that nothing else reads (as in a
+    norm that is written out), and their results (of that size, if any are) are only cast back. Casts like that count
+    too."""
     from_narrow, cast_back, read = set[int](), set[int](), set[int]()
     readers = defaultdict[int, set[int]](set)
     for index, op in enumerate(trace.ops):
@@ -211,7 +211,7 @@ def loops_over_tensors(report: Report) -> Iterator[Proposal]:
 
 
 def _at_once(func: OpOverload, ops: list[Op]) -> Op:
-    """One op for the tensors of all of them; numbers are taken from the first."""
+    """One op for the tensors of all of these; numbers are taken from the first."""
     of_inputs = [tuple(op.inputs[number] for op in ops) for number in range(_tensors_among(ops[0].call.args))]
     lists = iter(of_inputs)
     args = tuple(next(lists) if isinstance(value, TensorSpec) else value for value in ops[0].call.args)

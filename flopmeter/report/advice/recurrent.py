@@ -33,7 +33,7 @@ class _Loop:
 
 @remedy
 def cells_in_loops(report: Report) -> Iterator[Proposal]:
-    """Each step launches its products and its cell, and waits for the host."""
+    """Loops over cells: each step launches its products and its cell, and waits for the host."""
     trace = trace_of(report)
     put_in, dropped, names = dict[int, Op](), set[int](), set[str]()
     for loop in _loops(trace):

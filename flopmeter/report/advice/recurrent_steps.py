@@ -20,7 +20,7 @@ _SPREADS = (aten.add, aten.add_, aten.slice_backward, aten.select_backward, *_GA
 
 @remedy
 def steps_in_loops(report: Report) -> Iterator[Proposal]:
-    """Each call launches the kernels of a sequence for one step, and in the backward pass sums gradients of weights."""
+    """Loops over layers: each call launches a sequence's kernels for one step, and sums gradients of weights."""
     trace = trace_of(report)
     put_in, dropped, names = dict[int, Op](), set[int](), set[str]()
     for steps in _loops(trace):

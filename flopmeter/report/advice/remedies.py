@@ -88,7 +88,7 @@ def all_kernels(report: Report) -> str:
 
 
 def of_ops(trace: Trace, indices: Iterable[int]) -> Callable[[Kernel], bool]:
-    """Whether a kernel is one of these ops', or has one of them."""
+    """Selects the kernels that run one of these ops."""
     ids = {id(trace.ops[index]) for index in indices}
     return lambda kernel: any(id(op) in ids for op in kernel.ops)
 
@@ -214,7 +214,7 @@ def the_rest_eagerly(report: Report) -> Iterator[Proposal]:
 
 @remedy
 def waits_for_values(report: Report) -> Iterator[Proposal]:
-    """`.item()` and its kin, which stop the host until the device is done."""
+    """Calls such as `.item()`, which stop the host until the device is done."""
     trace = trace_of(report)
     asks = {id(trace.ops[index]) for index in values_read(trace)}
     reads = [kernel for kernel in report.kernels if id(kernel.op) in asks and kernel.cost.blocks_host]
@@ -405,7 +405,7 @@ PADDED_TO = 64  # tiles of matmuls have multiples of this
 
 
 def _resized(spec: TensorSpec, to: dict[int, int]) -> TensorSpec:
-    """With other sizes; strides over a dimension that grew grow with it."""
+    """The tensor with other sizes; strides over a dimension that grew grow with it."""
     stride = list(spec.stride)
     for dim, size in enumerate(spec.shape):
         if size in to:
@@ -446,8 +446,8 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
 
 
 def _most_kept_bytes(trace: Trace, again: set[int]) -> int:
-    """What ops that run `again` leave for others, in the backward pass that has most of it: a forward pass that ran
-    once would have to keep so much. The next microbatch has its place."""
+    """What ops that run `again` leave for other ops, in the backward pass where that is most: a forward pass that runs
+    once would have to keep that much. The next microbatch takes the same place."""
     made = defaultdict[int, list[Storage]](list)
     for storage in trace.storages:
         made[storage.born].append(storage)

@@ -73,7 +73,7 @@ def in_place_of(
     inputs: Iterable[TensorSpec],
     outputs: Iterable[TensorSpec] = (),
 ) -> Op:
-    """Another call in the place of an op. Its tensors have the numbers that the trace gives their storages."""
+    """Another call in the place of an op. Its tensors are numbered as storages of the trace."""
     read, made = tuple(inputs), tuple(outputs)
     numbers = tuple(dict.fromkeys(spec.storage for spec in (*read, *made)))
     place = {number: local for local, number in enumerate(numbers)}
@@ -88,7 +88,7 @@ def in_place_of(
 
 
 def rebuilt(op: Op, change: Callable[[TensorSpec], TensorSpec]) -> Op:
-    """The op with its tensors changed, which `change` gets with the numbers that the trace gives their storages."""
+    """The op with its tensors changed. `change` gets each with the number of its storage in the trace."""
 
     def of(value: Any) -> Any:
         if isinstance(value, TensorSpec):

@@ -25,7 +25,7 @@ def results_sent(trace: Trace) -> set[int]:
 
 
 def values_read(trace: Trace) -> set[int]:
-    """The ops that bring one value to the host: `.item()` and its kin, and copies such as `loss.cpu()`."""
+    """The ops that bring one value to the host: calls such as `.item()`, and copies such as `loss.cpu()`."""
     asks = {index for index, op in enumerate(trace.ops) if op.packet is aten._local_scalar_dense}
     return asks | {index for index in results_sent(trace) if _is_of_one_value(trace.ops[index])}
 

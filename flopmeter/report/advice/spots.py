@@ -149,7 +149,7 @@ def _furthest_above(group: list[Timed], report: Report) -> Timed:
 
 def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
     device, peak = report.hardware, peak_of(cost, report.hardware, report.switches)
-    if _is_turned(cost, peak) and (not timing.is_compute or item_bytes_of(cost.dtype) <= 2):
+    if _is_converted(cost, peak) and (not timing.is_compute or item_bytes_of(cost.dtype) <= 2):
         return "the layout is NCHW, which matrix units take by way of copies"
     if not timing.is_compute:
         return f"bound by memory, {_few_flops(cost, timing, device)}"
@@ -180,8 +180,8 @@ def _bandwidth_share(cost: Cost, timing: Timing, device: Hardware) -> float:
     return percent_of(cost.bytes, timing.seconds * device.bandwidth_bytes_per_s) / 100
 
 
-def _is_turned(cost: Cost, peak: Peak) -> bool:
-    """Whether a library turns a convolution's tensors before and after it."""
+def _is_converted(cost: Cost, peak: Peak) -> bool:
+    """Whether a library converts a convolution's tensors to its layout and back."""
     work = cost.work
     if not isinstance(work, ConvolutionWork) or work.shape.channels_last:
         return False

@@ -18,8 +18,8 @@ _CASTS = (aten._to_copy, aten.clone)
 
 @remedy
 def dense_gradients_of_embeddings(report: Report) -> Iterator[Proposal]:
-    """Tables of which a step reads few rows, and whose gradients and optimizer go through all of them. Priced is a
-    table of as many rows as are read: each counts, also where one is read twice."""
+    """Tables of which a step reads few rows, and whose gradients and optimizer go through all of them. The change is
+    priced with a table of as many rows as are read; a row that is read twice counts twice."""
     trace = trace_of(report)
     rows: dict[int, tuple[int, int]] = {}  # of each gradient: of the table, of the batch
     for op in trace.ops:
@@ -55,8 +55,9 @@ FEW_ROWS = 4  # times as many rows has a table as a step reads, for sparse gradi
 
 
 def _only_looked_up(trace: Trace, sizes: dict[int, int]) -> dict[int, tuple[int, int]]:
-    """Of each storage of such a table, its gradient and its states: the rows that it has and those that are read. Not
-    of a table that products read too, or parts or casts of it, as one that is shared with a head."""
+    """For each storage of such a table, its gradient and its states: how many rows it has and how many are read. Tables
+    that products read too, or of which parts or casts are read, are left out, such as one that is shared with a
+    head."""
     found: dict[int, tuple[int, int]] = {}
     copied: dict[int, tuple[int, int]] = {}
     shared: set[tuple[int, int]] = set()

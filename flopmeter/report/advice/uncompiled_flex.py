@@ -12,7 +12,7 @@ from flopmeter.report.report import Report
 
 @remedy
 def uncompiled_flex_attention(report: Report) -> Iterator[Proposal]:
-    """Its one kernel exists only compiled. Beside it the program may stay as it is."""
+    """Eager calls of flex_attention, whose one kernel exists only compiled. The rest may stay eager."""
     trace = trace_of(report)
     inside = in_templates(trace)
     if inside and not report.launches.mode.fuses:

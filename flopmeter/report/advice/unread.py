@@ -21,7 +21,7 @@ LEAST_UNREAD = 2  # times as many rows are made as are read
 
 @remedy
 def unread_rows(report: Report) -> Iterator[Proposal]:
-    """Not in training, where the rows that nobody reads have gradients of zeros."""
+    """Products with rows that nobody reads. Not in training, where these rows have gradients of zeros."""
     trace = trace_of(report)
     if has_backward(trace):
         return
@@ -44,7 +44,7 @@ def unread_rows(report: Report) -> Iterator[Proposal]:
 
 
 def _read_rows(trace: Trace) -> dict[int, list[int]]:
-    """Of storages that a product begins, that nobody holds at the end, and of which few rows are read: these rows."""
+    """The rows that are read, where few are, of each storage that a product begins and nobody holds at the end."""
     read: dict[int, set[int] | None] = {}  # by storage; None: all
     for index in range(len(trace.ops) - 1, -1, -1):
         op = trace.ops[index]
@@ -105,7 +105,7 @@ def _rows_of(spec: TensorSpec, trace: Trace) -> set[int] | None:
 
 
 def _cut(op: Op, rows: dict[int, list[int]], kept: list[int]) -> Op:
-    """The op with tensors of these rows alone; a product reads so many rows of its operand as it makes."""
+    """The op with tensors of only these rows; a product reads as many rows of its operand as it makes."""
     is_product = op.packet in _PRODUCTS
     left = op.inputs[-2] if is_product and kept else None
 

@@ -53,7 +53,7 @@ def document(title: str, *parts: Markup) -> str:
 
 
 def _rooflines(report: Report) -> list[Markup]:
-    """Of the report, and of what torch.compile would make of it, on the same axes."""
+    """Rooflines of the report, and of what torch.compile would make of it, on the same axes."""
     reports = [report, report.compiled] if report.compiled else [report]
     rooflines = [roofline_of(each) for each in reports]
     axes = axes_for(rooflines)

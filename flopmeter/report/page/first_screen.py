@@ -62,7 +62,7 @@ def header(report: Report) -> Markup:
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str, str]]:
-    """Name, figure and a word more."""
+    """Each fact as a name, a figure and a further word."""
     low, high = (with_prefix(seconds, "s") for seconds in (report.seconds_low, report.seconds_high))
     yield "predicted time", with_prefix(report.seconds, "s"), f"{low} to {high}"
     share = percent_of(report.seconds_by_regime[report.regime], report.seconds)

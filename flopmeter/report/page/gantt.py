@@ -63,7 +63,7 @@ def gantt(reports: Mapping[str, Report]) -> Markup:
 
 
 def lanes_of(name: str, report: Report, gap: float = 0.0) -> list[Lane]:
-    """The computing stream, then the others; bars of one kind that are less than `gap` seconds apart are one."""
+    """A lane for each stream, the computing one first. Bars of one kind closer than `gap` seconds become one."""
     streams: dict[int, list[Bar]] = {report.compute_stream: []}
     pairs = list(zip(report.kernels, report.timings, strict=True))
     busy = [

@@ -74,7 +74,7 @@ def class_mark(name: str) -> Markup:
 
 
 def hatch(category: str) -> str:
-    """The fill of an area of the category."""
+    """The fill of an area, by its category."""
     return f"url(#hatch{CATEGORIES.index(category)})"
 
 

@@ -67,8 +67,8 @@ def _drawn(shown: MemoryPicture, across: _Across) -> Markup:
 
 
 def _areas(shown: MemoryPicture, across: _Across, size: Axis) -> Markup:
-    """Each category as a band on top of those before it. Memory that is alive stays so until the next step. Of the
-    steps in one column of the picture the one with the most alive is drawn, so that no peak is lost."""
+    """Each category as a band on top of those before it. Memory that is alive stays so until the next step. Where
+    several steps fall into one column of the picture, the one with the most alive is drawn, so that no peak is lost."""
     by_column = groupby(range(shown.steps), lambda step: int(_PER_PIXEL * across.place(step)))
     columns = [list(steps) for _, steps in by_column]
     totals = shown.totals
@@ -105,7 +105,7 @@ def _staircase(edges: list[float], levels: list[float]) -> list[str]:
 
 
 def _phases(phases: Sequence[tuple[str, int]], across: _Across) -> Markup:
-    """A line where each begins, with its name where there is room for it."""
+    """A line where each phase begins, with its name where there is room."""
     starts = [across.place(step) for _, step in phases]
     lines = []
     for (name, _), x, end in zip(phases, starts, [*starts, across.axis.end][1:], strict=True):

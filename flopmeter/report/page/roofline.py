@@ -101,7 +101,7 @@ def _numbers(named: Sequence[Dot], roofline: Roofline, axes: Axes) -> Markup:
 
 
 def _roofs(roofline: Roofline, axes: Axes) -> Markup:
-    """Solid: the datasheet's; dashed: what is sustained."""
+    """The roofs, solid by the datasheet and dashed as sustained."""
     parts = []
     for roof in (roofline.products, roofline.vector):
         datasheet = roof.line(_left(roof.bytes_per_s, axes), axes.intensity.high)
@@ -144,7 +144,7 @@ def _line(points: list[tuple[float, float]], axes: Axes) -> str:
 
 
 def _slope_label(bytes_per_s: float, axes: Axes) -> Markup:
-    """Along the slope, above it, where no dot can be."""
+    """The label along the slope, above it, where no dot can be."""
     left = _left(bytes_per_s, axes)
     x, y = axes.intensity.at(left), axes.rate.at(left * bytes_per_s)
     farther = min(axes.intensity.high, axes.rate.high / bytes_per_s)

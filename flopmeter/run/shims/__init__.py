@@ -30,7 +30,7 @@ def modules_of(package: str) -> Mapping[str, Mapping[str, object]]:
 
 @contextmanager
 def importable(packages: Collection[str], note: Callable[[str], None]) -> Iterator[None]:
-    """Programs import the shims of these packages inside, also where the packages are installed."""
+    """In this context programs import the shims of these packages, even where the packages are installed."""
     stood = {}  # what a package that is installed had imported
     for package in packages:
         for name in [each for each in sys.modules if each.partition(".")[0] == package]:

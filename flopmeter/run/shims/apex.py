@@ -106,7 +106,7 @@ class LARC:
 
 
 def _no_amp(*_: Any, **__: Any) -> None:
-    """Programs look at apex.amp also where they do not use it."""
+    """Stands in for apex.amp, which programs look at even if they do not use it."""
     raise NotImplementedError(
         "flopmeter's shim of apex has no amp: use torch.autocast, or fp32, by the script's arguments"
     )

@@ -182,7 +182,7 @@ class _Quantized(nn.Linear):
 
 
 class Linear4bit(_Quantized):
-    """bitsandbytes.nn.Linear4bit; fp4 and nf4 differ in their table alone."""
+    """bitsandbytes.nn.Linear4bit; fp4 and nf4 differ only in their table."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class LowerTriangularMask(AttentionBias):
 
 
 class BlockDiagonalMask(AttentionBias):
-    """Sequences that lie end to end see each themselves alone."""
+    """Sequences that lie end to end, each of which sees only itself."""
 
     is_causal = False
 
@@ -120,7 +120,7 @@ def _end_to_end(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, p: flo
 
 
 class AttentionOpBase:
-    """What names a kernel (`op=`). Which one runs follows from types and masks all the same."""
+    """Names a kernel (`op=`). Types and masks decide which one runs all the same."""
 
 
 _NAME_OF_KERNEL = (AttentionOpBase, AttentionOpBase)  # forward and backward

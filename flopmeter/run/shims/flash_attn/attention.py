@@ -149,7 +149,7 @@ def _attend(
 
 
 def _mean(lengths: Tensor | None, room: int) -> int:
-    """The mean length of the sequences in a cache that has room for so many tokens each, rounded up."""
+    """The mean length of the sequences in a cache that has room for that many tokens each, rounded up."""
     known = open_ones()[-1] if open_ones() else None
     if lengths is None or known is None:
         return room
@@ -166,7 +166,7 @@ def _assume(rule: str, function: str) -> None:
 
 
 def _cache_cost(call: Call) -> Cost:
-    """The library's price over so many keys. What these sequences hold is read, and what is new written."""
+    """The library's price over this many keys. What these sequences hold is read, and what is new is written."""
     query, key, value, pages = (call.argument(name) for name in ("query", "key", "value", "block_table"))
     news = [new for name in ("new_key", "new_value") if (new := call.argument(name)) is not None]
     longest, (left, right) = call.argument("max_k"), call.argument("window_size")
@@ -218,7 +218,7 @@ class FlashSelfAttention(torch.nn.Module):
         return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout, **options)
 
     def _chosen(self, causal: bool | None) -> tuple[float, dict[str, Any]]:
-        """Dropout and the other options of a call."""
+        """The dropout and the other options of a call."""
         options = {**self.options, "causal": self.causal if causal is None else causal}
         return self.drop.p if self.training else 0.0, options
 

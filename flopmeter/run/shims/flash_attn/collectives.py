@@ -50,5 +50,5 @@ def reduce_scatter(input_: Tensor, process_group: Any) -> Any:
 
 
 def all_reduce(input_: Tensor, process_group: Any) -> Any:
-    """Each rank goes on with the sum, so the gradient is that of the part as it is."""
+    """Each rank goes on with the sum, so the gradient of its part is the sum's gradient."""
     return _Through.apply(input_, all_reduce_raw, None, process_group)  # type: ignore[no-untyped-call]

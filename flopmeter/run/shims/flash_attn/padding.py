@@ -12,7 +12,7 @@ from torch import Tensor
 def unpad_input(
     hidden: Tensor, mask: Tensor, unused: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """What varlen attention takes."""
+    """The rows that varlen attention takes, and what it needs to know of them."""
     kept = mask if unused is None else mask + unused
     indices = kept.flatten().nonzero().flatten()
     lengths = kept.sum(-1, dtype=torch.int32)
@@ -35,7 +35,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 
 def rearrange(tensor: Tensor, pattern: str, **sizes: int) -> Any:
-    """That of einops, which flash-attn needs and imports here; OpenRLHF and verl take it from here."""
+    """einops' function, which flash-attn needs and imports here; OpenRLHF and verl take it from here."""
     return importlib.import_module("einops").rearrange(tensor, pattern, **sizes)
 
 

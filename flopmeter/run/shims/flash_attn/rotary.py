@@ -14,10 +14,10 @@ from flopmeter.run.shims.kernel import kernel
 
 
 def _rotary_cost(call: Call) -> Cost:
-    """Two products and a sum for each element that is turned; the others are copied."""
+    """Two products and a sum for each element that is rotated; the others are copied."""
     x, cos = call.inputs[:2]
-    turned = x.numel // x.shape[-1] * 2 * cos.shape[-1]
-    return make_cost(call, "element-wise", 3 * turned)
+    rotated = x.numel // x.shape[-1] * 2 * cos.shape[-1]
+    return make_cost(call, "element-wise", 3 * rotated)
 
 
 @kernel("rotary", _rotary_cost)
@@ -39,39 +39,38 @@ class _Rotary(torch.autograd.Function):
 def apply_rotary_emb(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False, **options: Any
 ) -> Tensor:
-    """`x` is [batch, length, heads, head size]; `cos` and `sin` are [length, half of what is turned].
+    """`x` is [batch, length, heads, head size]; `cos` and `sin` are [length, half of what is rotated].
 
     Raises NotImplementedError for sequences packed into one, and for an offset for each.
     """
     _refuse_lengths(options.get("seqlen_offsets", 0))
     refuse(options, "cu_seqlens")
-    out = _turn(x, cos, sin)
+    out = _rotate_whole(x, cos, sin)
     return x.copy_(out) if inplace and not torch.is_grad_enabled() else out
 
 
 class _RotaryWithin(torch.autograd.Function):
-    """Turns a part of what lies side by side in place, and its gradient: one kernel each way, which touches that part
-    alone."""
+    """Rotates a part of a packed tensor in place, and its gradient: each is one kernel on that part only."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, part: slice, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.part = part
         ctx.save_for_backward(cos, sin)
-        _turn(packed[:, :, part].flatten(2, -2), cos, sin)
+        _rotate_whole(packed[:, :, part].flatten(2, -2), cos, sin)
         ctx.mark_dirty(packed)
         return packed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        _turn(grad[:, :, ctx.part].flatten(2, -2), *ctx.saved_tensors)
+        _rotate_whole(grad[:, :, ctx.part].flatten(2, -2), *ctx.saved_tensors)
         return grad, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_whole(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
 
 
-def _turn_within(packed: Tensor, part: slice, cos: Any, sin: Any) -> Tensor:
+def _rotate_within(packed: Tensor, part: slice, cos: Any, sin: Any) -> Tensor:
     return _RotaryWithin.apply(packed, part, cos, sin)  # type: ignore[no-untyped-call]
 
 
@@ -86,16 +85,16 @@ def apply_rotary_emb_qkv_(
     num_heads_q: int | None = None,
 ) -> Tensor:
     """In place, q and k in one kernel: `qkv` is [batch, length, 3, heads, head size] or, with `num_heads_q`, [batch,
-    length, heads of q, k and v, head size]. With tables of its own k is turned by a kernel of its own."""
+    length, heads of q, k and v, head size]. With tables of its own k is rotated by a kernel of its own."""
     _refuse_lengths(seqlen_offsets)
     if qkv.ndim == 5 and cos_k is None:
-        return _turn_within(qkv, slice(0, 2), cos, sin)
+        return _rotate_within(qkv, slice(0, 2), cos, sin)
     if qkv.ndim == 5:
-        return _turn_within(_turn_within(qkv, slice(0, 1), cos, sin), slice(1, 2), cos_k, sin_k)
+        return _rotate_within(_rotate_within(qkv, slice(0, 1), cos, sin), slice(1, 2), cos_k, sin_k)
     if num_heads_q is None:
         raise ValueError("qkv of four dimensions needs num_heads_q")
     of_keys = (qkv.shape[2] - num_heads_q) // 2
-    return _turn_within(qkv, slice(0, num_heads_q + of_keys), cos, sin)
+    return _rotate_within(qkv, slice(0, num_heads_q + of_keys), cos, sin)
 
 
 def apply_rotary_emb_kv_(
@@ -103,7 +102,7 @@ def apply_rotary_emb_kv_(
 ) -> Tensor:
     """In place, of k: `kv` is [batch, length, 2, heads, head size]."""
     _refuse_lengths(seqlen_offsets)
-    return _turn_within(kv, slice(0, 1), cos, sin)
+    return _rotate_within(kv, slice(0, 1), cos, sin)
 
 
 def apply_rotary(
@@ -116,7 +115,7 @@ def apply_rotary(
 
 
 def _refuse_lengths(offsets: int | Tensor) -> None:
-    """One offset for all moves the rows of the tables that are read, and costs nothing."""
+    """Refuses an offset for each sequence. One for all only moves the table rows that are read, and is free."""
     if isinstance(offsets, Tensor):
         refuse({"seqlen_offsets": offsets}, "seqlen_offsets")
 
@@ -162,6 +161,6 @@ class RotaryEmbedding(torch.nn.Module):
         self._update_cos_sin_cache(max_seqlen or qkv.shape[1], qkv.device, qkv.dtype)
         tables = self._cos_cached, self._sin_cached
         if kv is None:
-            return _turn_within(qkv, slice(0, 2), *tables)
-        turned = apply_rotary_emb(qkv, *tables, interleaved=self.interleaved)  # type: ignore[arg-type]
-        return turned, _turn_within(kv, slice(0, 1), *tables)
+            return _rotate_within(qkv, slice(0, 2), *tables)
+        rotated = apply_rotary_emb(qkv, *tables, interleaved=self.interleaved)  # type: ignore[arg-type]
+        return rotated, _rotate_within(kv, slice(0, 1), *tables)
