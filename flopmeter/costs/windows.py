@@ -16,7 +16,7 @@ def covered(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> TensorSpec:
-    """The part of x that windows along its last axes read, by size. A sequence of one number is for all axes."""
+    """A part of x as large as what windows along its last axes read. One number stands for all axes."""
     axes = len(windows)
     per_axis = (of if len(of) == axes else tuple(of) * axes for of in (kernel, stride, padding, dilation))
     options = zip(windows, *per_axis, strict=True)

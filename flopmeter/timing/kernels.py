@@ -269,8 +269,8 @@ def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: 
 
 
 def _keeps_weights(recurrence: Recurrence, hardware: Hardware) -> bool:
-    """Whether the device counts as large for torch (`use_persist_device_heuristics` in
-    aten/src/ATen/native/cudnn/RNN.cpp), so that one kernel runs all steps."""
+    """Whether one kernel runs all steps: everywhere, or on devices that are large for torch
+    (`use_persist_device_heuristics` in aten/src/ATen/native/cudnn/RNN.cpp)."""
     major, minor = hardware.compute_capability or (0, 0)
     is_large = (major, minor) == (7, 0) or (major >= 8 and minor != 6 and hardware.sm_count >= 98)
     return recurrence.keeps_weights == "everywhere" or (recurrence.keeps_weights == "on large devices" and is_large)

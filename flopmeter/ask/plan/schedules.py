@@ -59,5 +59,5 @@ def _pass(kind: PassKind, number: int, ranks: int, chunks: int) -> Pass:
 
 
 def most_in_flight(order: list[Pass], made: list[float]) -> float:
-    """The most alive at one time, where a forward pass of chunk i makes `made[i]`, and any other pass ends that."""
+    """The most alive at one time, if a forward pass of chunk i makes `made[i]` and its other pass frees as much."""
     return max(accumulate(made[each.chunk] if each.kind == "forward" else -made[each.chunk] for each in order))
