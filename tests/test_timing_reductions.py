@@ -156,3 +156,14 @@ def test_blocks_of_many_registers_run_in_more_waves():
     assert two.last_seconds > one.last_seconds + 2e-6
     few = [walked(4, 128, steps=16 * blocks, joiners=4, registers=32) for blocks in (nine, nine + 1)]
     assert few[0].seconds == few[1].seconds == one.seconds
+
+
+def test_the_gradient_of_a_convolutions_bias_takes_as_long_as_the_sum_that_it_is():
+    """Of 256 images of 672 channels an H100 takes 6.1 us for it (mobilenet_train), where reading them takes 0.1."""
+    images, filters = meta(256, 168, 1, 1, dtype=BF16), meta(672, 168, 1, 1, dtype=BF16)
+    bias = meta(672, dtype=BF16).requires_grad_()
+    with FlopMeter(H100):
+        out = F.conv2d(images, filters, bias)
+    _, of_bias = last(lambda: out.backward(torch.empty_like(out)))
+    _, of_sum = last(lambda: torch.empty_like(out).sum((0, 2, 3)))
+    assert of_bias.seconds == of_sum.seconds == pytest.approx(6.1e-6, rel=0.35)

@@ -109,7 +109,16 @@ def _reduction(call: Call, joining: tuple[int, int]) -> Walk:
         reduced: Sequence[int] = range(len(x.shape))
     else:
         reduced = [dim % max(1, len(x.shape)) for dim in ((dims,) if isinstance(dims, int) else dims)]
-    grid = grid_of(x, reduced, operations)
+    return _walk_of_reduction(x, reduced, operations)
+
+
+def walk_of_sum(x: TensorSpec, dims: Sequence[int]) -> Walk:
+    """How a sum over those dimensions walks its input."""
+    return _walk_of_reduction(x, dims, _SUM[x.dtype in HALVES])
+
+
+def _walk_of_reduction(x: TensorSpec, dims: Sequence[int], operations: int) -> Walk:
+    grid = grid_of(x, dims, operations)
     return Walk(index_operations=operations * x.numel if grid else 0, grid=grid)
 
 

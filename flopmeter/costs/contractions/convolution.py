@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from flopmeter.costs.access import walk_of_sum
 from flopmeter.costs.dense_operands import copy_of
 from flopmeter.costs.rules import FREE, make_convolution, make_cost, rule, scratch
 from flopmeter.costs.windows import covered
@@ -98,7 +99,17 @@ def convolution_backward(call: Call) -> tuple[Cost, ...]:
 
 
 def _bias_gradient(call: Call, grad: TensorSpec, written: TensorSpec) -> Cost:
-    return make_cost(call, REDUCTION, grad.numel, read=(grad,), written=(written,))
+    """`grad_output.sum` over all dimensions but the channels' (aten/src/ATen/native/Convolution.cpp)."""
+    walk = walk_of_sum(grad, (0, *range(2, len(grad.shape))))
+    return make_cost(
+        call,
+        REDUCTION,
+        grad.numel,
+        read=(grad,),
+        written=(written,),
+        index_operations=walk.index_operations,
+        grid=walk.grid,
+    )
 
 
 def _met(call: Call, wide: TensorSpec, weight: TensorSpec, narrow: TensorSpec) -> TensorSpec:
