@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flopmeter import FlopMeter
 
@@ -43,3 +44,60 @@ def test_attention_of_torch_that_gives_weights_which_nobody_reads_is_told_to_nee
 def test_weights_that_are_read_are_needed():
     told = [each.remedy for each in report_of(True, "h100-sxm5-80gb", reads=True).advice]
     assert not any("need_weights" in remedy for remedy in told)
+
+
+class Capped(nn.Module):
+    """Attention whose scores a soft cap bends, as in Gemma 2, written out or by flex_attention."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.project = how, nn.Linear(1024, 3072)
+        self.mix = nn.Conv2d(16, 16, 1) if how == "talking heads" else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.project(x).view(batch, length, 3, 16, 64).permute(2, 0, 3, 1, 4)
+        if self.how == "flex":
+            return x + flex_attention(q, k, v, score_mod=cap, block_mask=CAUSAL).transpose(1, 2).reshape(x.shape)
+        scores = self.mix(q @ k.transpose(-1, -2) / 8)
+        scores = torch.tanh(scores / 50) * 50 if self.how == "capped" else scores
+        after = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        weights = scores.masked_fill(after, float("-inf")).softmax(-1)
+        return x + (weights @ v).transpose(1, 2).reshape(batch, length, width)
+
+
+def cap(score: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(score / 50) * 50  # torch.vmap copies the numbers
+
+
+CAUSAL = create_block_mask(lambda batch, head, query, key: query >= key, None, None, 2048, 2048, "cpu").to("meta")
+
+
+def report_of_capped(how: str, device: str):
+    with torch.device("meta"):
+        net = nn.Sequential(*[Capped(how) for _ in range(2)]).bfloat16()
+        x = torch.empty(16, 2048, 1024, dtype=torch.bfloat16)
+    with FlopMeter(device) as meter:
+        net(x).sum().backward()
+    return meter.report()
+
+
+@pytest.mark.parametrize("device", ["h100-sxm5-80gb", "a100-sxm4-80gb"])
+def test_scores_under_a_soft_cap_are_told_to_use_flex_attention_which_has_such_a_function(device):
+    """SDPA has none: the program would compute something else."""
+    before, flex = report_of_capped("capped", device), report_of_capped("flex", device)
+    assert not any("scaled_dot_product_attention" in each.remedy for each in before.advice)
+    (told,) = [each for each in before.advice if "flex_attention) with a score_mod" in each.remedy]
+    (compiled,) = [each for each in flex.advice if each.remedy.startswith("torch.compile(flex_attention)")]
+    assert told.run_seconds_then == pytest.approx(compiled.run_seconds_then, rel=0.05)
+
+
+def test_no_fused_kernel_mixes_the_scores_of_heads():
+    told = [each.remedy for each in report_of_capped("talking heads", "h100-sxm5-80gb").advice]
+    assert not any("attention" in remedy for remedy in told)
+
+
+def test_scores_that_nothing_bends_are_told_to_use_sdpa():
+    told = [each.remedy for each in report_of_capped("plain", "h100-sxm5-80gb").advice]
+    assert sum("attention" in remedy for remedy in told) == 1
+    assert any("scaled_dot_product_attention" in remedy for remedy in told)

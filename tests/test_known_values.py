@@ -767,6 +767,29 @@ def test_of_two_elements_written_to_one_place_it_is_open_which_stays(write, is_o
         assert not knows or torch.equal(mode.known.values.read(twin), on_cpu)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, i, y: x.scatter_(0, torch.stack([i, i], 1), torch.stack([y, y + 1], 1)),
+        lambda x, i, y: x.scatter_(1, torch.stack([i, i]), torch.stack([y, y + 1])),
+        lambda x, i, y: x.index_copy_(1, i, torch.stack([y] * 4)),
+        lambda x, i, y: x.__setitem__(i, torch.stack([y] * 4, 1)),
+        lambda x, i, y: x.__setitem__((i, i), y),
+        lambda x, i, y: x.__setitem__((0, i), y),
+    ],
+)
+@pytest.mark.parametrize("written", [[7, 7, 5], [7, 6, 5]])
+def test_equal_numbers_that_are_written_to_one_place_stay_whichever_comes_last(write, written):
+    """So does a scatter that sends what it does not need to one spare place."""
+    on_cpu, i, y = torch.zeros(4, 4, dtype=torch.long), torch.tensor([1, 1, 0]), torch.tensor(written)
+    write(on_cpu, i, y)
+    with metered() as mode:
+        twin = torch.zeros(4, 4, dtype=torch.long, device="meta")
+        write(twin, i.to("meta"), y.to("meta"))
+        assert mode.known.values.knows(twin) == (written == [7, 7, 5])
+        assert written != [7, 7, 5] or torch.equal(mode.known.values.read(twin), on_cpu)
+
+
 def test_a_place_counted_from_the_end_is_the_same_place():
     with metered() as mode:
         x = torch.zeros(4, dtype=torch.long, device="meta")

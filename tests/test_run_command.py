@@ -162,6 +162,18 @@ def test_a_script_that_fails_shows_its_own_traceback_and_one_line(script, capsys
         assert err.split("\n")[1].endswith('train.py", line 1, in <module>')
 
 
+def test_of_a_package_that_fails_within_a_folder_of_its_own_the_first_rank_tells_what_is_missing(
+    script, tmp_path, capsys, monkeypatch
+):
+    """Python forgets the package, and keeps the folder without an `__init__.py` that it had imported from it."""
+    (tmp_path / "half" / "folder").mkdir(parents=True)
+    (tmp_path / "half" / "__init__.py").write_text("import half.folder.part\nimport no_such_package\n")
+    (tmp_path / "half" / "folder" / "part.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["run", "--", "torchrun", "--nproc-per-node", "2", script("import half")]) == 1
+    assert "pip install no_such_package" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_an_error_without_a_key_is_the_scripts_own(script, capsys):
     assert main(["run", script("raise KeyError")]) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("its traceback is above")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import os
 import sys
 from datetime import timedelta
 
@@ -90,3 +92,19 @@ def test_a_program_may_keep_and_set_the_states_of_the_devices_generators():
         assert torch.equal(generator.get_state(), kept)
         generator.graphsafe_set_state(generator.graphsafe_get_state())
     assert torch.cuda.default_generators is before
+
+
+def test_a_script_reads_which_gpus_were_chosen_and_the_driver_finds_none(monkeypatch):
+    """As under Slurm, or after `CUDA_VISIBLE_DEVICES=0 python train.py`; a script that counts them failed."""
+    seen = ctypes.CDLL(None).getenv  # what the driver asks
+    seen.restype = ctypes.c_char_p
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with flopmeter.cuda(A100):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+        assert seen(b"CUDA_VISIBLE_DEVICES") == b""
+    assert seen(b"CUDA_VISIBLE_DEVICES") == b"0"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with flopmeter.cuda(A100):
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+        assert seen(b"CUDA_VISIBLE_DEVICES") == b""
+    assert seen(b"CUDA_VISIBLE_DEVICES") is None

@@ -88,8 +88,8 @@ def index(known: Knowledge, call: Invocation) -> Any:
 
 
 def index_put(known: Knowledge, call: Invocation) -> Any:
-    """The call with known values, unless several elements are written to one position: torch does not say which one
-    stays. A mask that is written into another one is a mask from then on, so that both pick as many."""
+    """If several elements that differ are written to the same position, torch does not say which one stays: the result
+    is unknown. A mask that is written into another one is a mask from there on, so that both pick as many."""
     target, indices, values = call.args[:3]
     if values.is_meta and values.dim():
         _assume_mask(known, call, values)
@@ -99,22 +99,47 @@ def index_put(known: Knowledge, call: Invocation) -> Any:
     if are_places and not adds_up and known.knows_all(call.tensors):
         with no_modes():
             columns = torch.broadcast_tensors(*(known.values.read(item) % size for item, size in given))
-            places = torch.stack([column.flatten() for column in columns], 1)
-            if len(places.unique(dim=0)) < len(places):
+            places = torch.stack([column.flatten() for column in columns], 1).unique(dim=0, return_inverse=True)[1]
+            rows = torch.arange(len(places))  # taken to differ, where the values lie in another order
+            if len(given) == len(indices):
+                rest = target.shape[len(indices) :]
+                rows = known.values.read(values).expand(*columns[0].shape, *rest).reshape(len(places), *rest)
+            if _is_open(places, rows):
                 return known.run_unknown(call)
     return index(known, call)
 
 
 def scatter(known: Knowledge, call: Invocation) -> Any:
-    """scatter and index_copy: as index_put."""
-    dim, places = call.argument(1, "dim"), call.argument(2, "index")
+    """scatter: as index_put."""
     if known.knows_all(call.tensors):
+        dim, index, source = call.argument(1, "dim"), call.argument(2, "index"), call.argument(3, "src")
         with no_modes():
-            along = dim if places.dim() > 1 else 0
-            in_order = torch.atleast_1d(known.values.read(places)).sort(along).values
-            if bool((in_order.diff(dim=along) == 0).any()):
+            index, source = (torch.atleast_1d(known.values.read(each)) for each in (index, source))
+            places = index.movedim(dim, 0).reshape(index.shape[dim], -1)
+            columns = places.shape[1]
+            places = places * columns + torch.arange(columns)
+            written = source[tuple(map(slice, index.shape))].movedim(dim, 0)
+            if _is_open(places.flatten(), written.reshape(-1, 1)):
                 return known.run_unknown(call)
     return known.replay(call)
+
+
+def index_copy(known: Knowledge, call: Invocation) -> Any:
+    """As index_put."""
+    if known.knows_all(call.tensors):
+        dim, index, source = call.argument(1, "dim"), call.argument(2, "index"), call.argument(3, "source")
+        with no_modes():
+            index, source = (torch.atleast_1d(known.values.read(each)) for each in (index, source))
+            if _is_open(index, source.movedim(dim, 0)):
+                return known.run_unknown(call)
+    return known.replay(call)
+
+
+def _is_open(places: Tensor, rows: Tensor) -> bool:
+    """Whether rows that differ are written to one of these places."""
+    in_order, order = places.sort()
+    differ = rows[order].diff(dim=0) != 0
+    return bool(differ[in_order.diff() == 0].any())
 
 
 def _read_index_lists(known: Knowledge, call: Invocation) -> None:

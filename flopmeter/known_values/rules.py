@@ -17,6 +17,7 @@ from flopmeter.known_values.data_dependent import (
     GATHERS,
     ask,
     index,
+    index_copy,
     index_put,
     masked_select,
     scatter,
@@ -239,7 +240,8 @@ SPECIAL: dict[OpOverload, Handler] = {
     **dict.fromkeys(stand_ins.COMPARISONS, stand_ins.compared),
     **dict.fromkeys(GATHERS, index),
     **dict.fromkeys((aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default), index_put),
-    **dict.fromkeys((aten.scatter.src, aten.scatter_.src, aten.index_copy.default, aten.index_copy_.default), scatter),
+    **dict.fromkeys((aten.scatter.src, aten.scatter_.src), scatter),
+    **dict.fromkeys((aten.index_copy.default, aten.index_copy_.default), index_copy),
     **dict.fromkeys((aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default), overwrite),
     **dict.fromkeys(
         (

@@ -73,9 +73,13 @@ def forgotten_after() -> Iterator[None]:
 
 
 def _file_of(module: ModuleType) -> str:
-    """The module's file; of a package without one its folder; '' for built-in modules."""
+    """The module's file; of a package without one its folder; '' for built-in modules, and for a folder in a package
+    whose import failed and which is not there any more."""
     names = _names_of(module)
-    return names.get("__file__") or next(iter(names.get("__path__") or ()), "")
+    try:
+        return names.get("__file__") or next(iter(names.get("__path__") or ()), "")
+    except KeyError:
+        return ""
 
 
 def _names_of(module: Any) -> dict[str, Any]:

@@ -175,8 +175,7 @@ class ScriptSession:
                 undo.callback(synthetic.close)
                 undo.enter_context(applied(list(synthetic.patches())))
                 undo.enter_context(synthetic.once_imported())
-            if torch.version.cuda is not None:  # a build that could use a GPU of this machine
-                undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
+            undo.enter_context(world.no_gpu_for_the_driver())
             undo.enter_context(driver_tool.on_path(self.cuda.name, self.named.count))
             is_named = self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None
             gpus, a_node = (self.wishes.gpus, self.gpus_per_node) if is_named else (None, None)

@@ -64,6 +64,20 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextmanager
+def no_gpu_for_the_driver() -> Iterator[None]:
+    """In this context CUDA's driver finds no GPU of this machine, while os.environ tells the program what it told."""
+    name = "CUDA_VISIBLE_DEVICES"
+    os.putenv(name, "")
+    try:
+        yield
+    finally:
+        if name in os.environ:
+            os.putenv(name, os.environ[name])
+        else:
+            os.unsetenv(name)
+
+
 def of_torchrun(world_size: int, gpus_per_node: int, rank: int) -> dict[str, str]:
     """The variables that torchrun sets for that rank."""
     node, on_node = divmod(rank, gpus_per_node)

@@ -9,17 +9,18 @@ tensors that nobody makes any more, and ops that made a causal mask, go too: the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import NamedTuple
 
 import torch
 
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.records import FlexBody, Op, TensorSpec, Trace
+from flopmeter.report.advice.bent_scores import FLEX, are_bent, body_of, flexed
 from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of, dense, fused
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import are_in_torch, is_dense, with_ops, with_tensors
+from flopmeter.report.advice.rewrite import are_in_torch, in_templates, is_dense, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 
@@ -35,14 +36,27 @@ _COMPARISONS = (aten.le, aten.lt, aten.ge, aten.gt)
 @remedy
 def materialised_attention(report: Report) -> Iterator[Proposal]:
     """softmax(q @ k^T) @ v op by op."""
+    yield from _instead(report, _fused)
+
+
+@remedy
+def materialised_attention_of_bent_scores(report: Report) -> Iterator[Proposal]:
+    """The same with a function on the scores, such as a soft cap."""
+    yield from _instead(report, _flexed)
+
+
+def _instead(report: Report, kernels: _MakesFused) -> Iterator[Proposal]:
     trace = trace_of(report)
     uses = _uses(trace)
+    has_it = in_templates(trace) if kernels is _flexed else ()
     put_in: dict[int, Op] = {}
     dropped: set[int] = set()
     gradients: set[int] = set()
     found, read, needs_mask, averages = [], [], False, []
     for index, op in enumerate(trace.ops):
         if op.phase not in ("forward", "recompute") or not _is_softmax(trace, uses, index):
+            continue
+        if index in has_it:
             continue
         attention = _around(trace, uses, index)
         if attention is None or attention.ops & dropped:
@@ -51,7 +65,7 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
         if any(uses[number][-1] not in attention.ops for number in averaged):
             continue  # the program reads the weights, which no fused kernel gives
         try:
-            put_in |= _fused(trace, attention, report.hardware)
+            put_in |= kernels(trace, attention, report.hardware)
         except NoKernelError:
             continue
         found.append(op)
@@ -71,7 +85,10 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
     why = f"materialised: scores of {queries} × {keys} a head go to memory and back"
     if len(set(read)) < len(read):
         why += "; heads run one by one: priced is a call for each, one for all wins more"
-    remedy = _OF_TORCH if all(averages) else "F.scaled_dot_product_attention (attn_implementation='sdpa')"
+    if kernels is _flexed:
+        remedy = FLEX
+    else:
+        remedy = _OF_TORCH if all(averages) else "F.scaled_dot_product_attention (attn_implementation='sdpa')"
     yield Proposal(f"attention ×{len(found)}", concerns, why, remedy, priced(report, then))
 
 
@@ -98,6 +115,10 @@ class _Materialised(NamedTuple):
     dropout: float
     bias: TensorSpec | None  # added to the scores, as the program has it
     bias_gradient: TensorSpec | None  # of the scores' size: what the sum that gives the bias its gradient reads
+
+
+_MakesFused = Callable[[Trace, _Materialised, Hardware], dict[int, Op]]
+"""Gives the fused ops, by the index of the op in whose place they stand. Raises NoKernelError if there are none."""
 
 
 def _uses(trace: Trace) -> dict[int, list[int]]:
@@ -243,7 +264,7 @@ def _copies_before(trace: Trace, uses: dict[int, list[int]], storage: int, withi
 
 
 def _is_copy(op: Op) -> bool:
-    return op.packet in _COPIES and op.inputs[0].dtype == op.outputs[0].dtype
+    return op.packet in _COPIES and bool(op.inputs) and op.inputs[0].dtype == op.outputs[0].dtype
 
 
 def _before_copies(trace: Trace, spec: TensorSpec, dropped: set[int]) -> TensorSpec:
@@ -325,29 +346,60 @@ def _rows_innermost(spec: TensorSpec, is_gradient: object) -> TensorSpec:
 
 
 def _fused(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int, Op]:
-    """The fused ops, by the index of the op in whose place they stand."""
-    backward = [index for index in attention.ops if trace.ops[index].phase == "backward"]
+    """scaled_dot_product_attention."""
+    if are_bent(_on_scores(trace, attention, backward=False)):
+        raise NoKernelError
+    qkv, result, sums = _around_kernel(trace, attention)
+    is_causal, dropout, bias = attention.is_causal, attention.dropout, _bias_in_heads(attention, qkv[0].shape[:2])
+    backend = backend_of(qkv, device, is_causal=is_causal, dropout=dropout, bias=bias)
+    return {
+        place: fused(op, qkv, result, sums, backend, is_causal=is_causal, dropout=dropout, bias=bias)
+        for place, op in _ends(trace, attention)
+    }
+
+
+def _flexed(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int, Op]:
+    """flex_attention, which has no dropout. What it would take to read a tensor that is added is not priced."""
+    if not are_bent(_on_scores(trace, attention, backward=False)) or attention.dropout or attention.bias is not None:
+        raise NoKernelError
+    qkv, result, sums = _around_kernel(trace, attention)
+    *_, queries, keys = attention.softmax.shape
+
+    def body(op: Op) -> FlexBody:
+        on_scores = _on_scores(trace, attention, backward=op.phase == "backward")
+        return body_of(on_scores, queries, keys, device, is_causal=attention.is_causal)
+
+    return {place: flexed(op, qkv, result, sums, body(op)) for place, op in _ends(trace, attention)}
+
+
+def _on_scores(trace: Trace, attention: _Materialised, *, backward: bool) -> list[Op]:
+    """The ops that make scores of scores, in the forward pass or in both."""
+    ops = (trace.ops[index] for index in sorted(attention.ops))
+    others = (*_PRODUCTS, *_SOFTMAX, *_COPIES, *_RESHAPES, aten._softmax_backward_data)
+    return [
+        op
+        for op in ops
+        if op.packet not in others
+        and (backward or op.phase != "backward")
+        and any(out.numel == attention.softmax.numel for out in op.outputs)
+    ]
+
+
+def _around_kernel(trace: Trace, attention: _Materialised) -> tuple[Operands, TensorSpec, TensorSpec]:
+    """q, k and v; the result; and the sum of each row's exponentials."""
     qkv = _operands(trace, attention)
     out = trace.ops[attention.values].outputs[0]
     *heads, queries, _ = qkv[0].shape
     result = dense((*heads, queries, qkv[2].shape[-1]), out.dtype, out.device)._replace(storage=out.storage)
     sums = dense((*heads, queries), torch.float32, out.device)
-    sums = sums._replace(storage=attention.softmax.storage)  # which no other op touches any more
-    bias = _bias_in_heads(attention, qkv[0].shape[:2])
-    backend = backend_of(qkv, device, is_causal=attention.is_causal, dropout=attention.dropout, bias=bias)
-    return {
-        place: fused(
-            trace.ops[place],
-            qkv,
-            result,
-            sums,
-            backend,
-            is_causal=attention.is_causal,
-            dropout=attention.dropout,
-            bias=bias,
-        )
-        for place in (attention.values, *([max(backward)] if backward else ()))
-    }
+    return qkv, result, sums._replace(storage=attention.softmax.storage)  # which no other op touches any more
+
+
+def _ends(trace: Trace, attention: _Materialised) -> list[tuple[int, Op]]:
+    """The ops in whose places the fused ones stand: the last of the forward pass, and of the backward pass if there is
+    one."""
+    backward = [index for index in attention.ops if trace.ops[index].phase == "backward"]
+    return [(place, trace.ops[place]) for place in (attention.values, *([max(backward)] if backward else ()))]
 
 
 def _bias_in_heads(attention: _Materialised, batch_and_heads: tuple[int, ...]) -> Bias | None:

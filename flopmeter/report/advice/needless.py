@@ -79,7 +79,7 @@ def _all_narrowed(op: Op, narrowed: Callable[[TensorSpec, object], TensorSpec]) 
 
 
 def _is_idle_cast(op: Op) -> bool:
-    if op.packet not in _CASTS or not op.outputs:
+    if op.packet not in _CASTS or not op.inputs or not op.outputs:  # torch.vmap casts numbers, too
         return False
     return all(spec.dtype == op.outputs[0].dtype for spec in op.inputs)
 
@@ -134,7 +134,7 @@ def _between_casts(trace: Trace, narrow: torch.dtype) -> list[int]:
 
 
 def _is_cast(op: Op) -> bool:
-    return op.packet in _CASTS and bool(op.outputs) and not is_view(op)
+    return op.packet in _CASTS and bool(op.inputs) and bool(op.outputs) and not is_view(op)
 
 
 @remedy

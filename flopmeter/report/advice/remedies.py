@@ -168,7 +168,8 @@ def _multiplies_int8_weights(trace: Trace) -> bool:
     of `_register_woq_lowerings`, which depend on views that no rule follows)."""
     cast = set[int]()
     for op in trace.ops:
-        if op.packet is aten._to_copy and op.inputs[0].dtype is torch.int8 and op.outputs[0].dtype is torch.bfloat16:
+        types = [spec.dtype for spec in (*op.inputs[:1], *op.outputs[:1])]
+        if op.packet is aten._to_copy and types == [torch.int8, torch.bfloat16]:
             cast.add(op.outputs[0].storage)
         elif op.packet in (aten.mm, aten.bmm) and op.inputs[1].storage in cast:
             return True
