@@ -17,8 +17,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
