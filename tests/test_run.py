@@ -301,6 +301,18 @@ def test_the_device_meta_keeps_its_name():
         assert model.to_empty(device="cuda").weight.is_cuda
 
 
+def test_a_function_that_stands_in_for_torch_s_makes_tensors_of_the_gpu_where_torch_calls_it(monkeypatch):
+    """As those of DeepSpeed's zero.Init: on meta torch.ones asks for torch.empty, which is the program's."""
+    with flopmeter.cuda(A100):
+        empty = torch.empty
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs))
+            ones = torch.ones(4, device="cuda")
+            asked = torch.empty(4, device="meta")
+        assert ones.to("cuda").is_cuda
+        assert asked.is_meta
+
+
 @pytest.mark.parametrize(("outer", "inner"), [("meta", "cuda"), ("cuda", "meta"), ("meta", "cpu"), ("cpu", "cuda")])
 def test_the_innermost_device_is_the_default_one(outer, inner):
     """As in torch: tables of places are made on the GPU inside of a model that is made on meta."""

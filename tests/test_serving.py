@@ -396,6 +396,16 @@ def test_many_requests_by_hand():
     assert ten.requests_per_s == pytest.approx(10 / (100 * 0.01 + 10 * 0.2))
 
 
+def test_one_token_which_prefill_gives_has_no_time_of_the_tokens_after_it():
+    said = served(output=1)
+    assert said.rows[0].best.tpot_seconds is None
+    assert "TTFT" in str(said)
+    assert "TPOT" not in str(said)
+    too_slow = str(served(output=1, slo="ttft=0.001ms"))
+    assert "no batch keeps to the latencies" in too_slow
+    assert "the others" not in too_slow
+
+
 def simulated_seconds(requests, service, away):
     """Mean time in a queue of one server, to which each request comes back after a random time; 40,000 services."""
     draw = random.Random(0)

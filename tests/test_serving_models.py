@@ -319,6 +319,13 @@ def test_a_model_whose_config_fits_one_rank_only_is_refused_in_one_line():
         decoder(config, ranks=4)
 
 
+@pytest.mark.parametrize("name", ["CohereCompassTextConfig", "DeepseekV4Config"])
+def test_a_config_for_which_transformers_itself_ends_in_a_key_error_is_refused_in_one_line(name):
+    config = getattr(transformers, name)() if hasattr(transformers, name) else pytest.skip("too old")
+    with pytest.raises(ServingError, match=r"cannot be built \(KeyError|no cache for its layers of type"):
+        decoder(config)
+
+
 @pytest.mark.parametrize("name", ["GptOss", "Mixtral"])
 def test_each_layer_of_experts_scores_them(name):
     """Whether the scores go to topk as they are, as those of gpt-oss, or through a softmax."""

@@ -17,7 +17,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -235,7 +235,12 @@ class NamedCuda:
                 real = self.real(device)
                 if real is not device:
                     return original(*args, **{**kwargs, "device": real})
-                if torch.device(device).type != "meta" or is_compiling() or _asked_from_below():
+                if (
+                    torch.device(device).type != "meta"
+                    or is_compiling()
+                    or _asked_from_below()
+                    or _wrapped_from_below()
+                ):
                     return original(*args, **kwargs)
             elif not _default_is_meta():
                 return original(*args, **kwargs)
@@ -428,7 +433,18 @@ class CudaDevice:
 
 def _asked_from_below() -> bool:
     """Whether the code that asks for a property of a tensor runs below the dispatcher."""
-    name: Any = sys._getframe(2).f_globals.get("__name__", "")
+    return _is_below(sys._getframe(2))
+
+
+def _wrapped_from_below() -> bool:
+    """The same where a function of the program stands in for torch's, as in DeepSpeed's zero.Init: torch.ones on meta
+    calls torch.empty."""
+    caller = sys._getframe(2).f_back
+    return caller is not None and _is_below(caller)
+
+
+def _is_below(frame: FrameType) -> bool:
+    name: Any = frame.f_globals.get("__name__", "")
     return name.startswith(TOLD_THE_TRUTH) and name not in ABOVE_DISPATCHER
 
 

@@ -54,7 +54,11 @@ def empty_cache(config: Any, kind: CacheKind) -> Any:
     with_keys = (caches.DynamicLayer, caches.DynamicSlidingWindowLayer)
     of_states = getattr(caches, "LinearAttentionLayer", ())  # newer than the others
     layers = []
-    for own in caches.DynamicCache(config=config).layers:
+    try:
+        own_layers = caches.DynamicCache(config=config).layers
+    except KeyError as error:
+        raise ServingError(f"{config.model_type}: transformers has no cache for its layers of type {error}") from error
+    for own in own_layers:
         if type(own) in with_keys:
             layers.append(held(kind, own))
         elif type(own).__name__ == "DummyLayer":  # reads what another layer keeps

@@ -187,7 +187,7 @@ def _in_one_line(what: str) -> Iterator[None]:
     """Errors of transformers become one line."""
     try:
         yield
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, ServingError | TargetError | DataDependentError):
             raise
         raise ServingError(f"{what} ({type(error).__name__}: {str(error).partition(chr(10))[0]})") from error

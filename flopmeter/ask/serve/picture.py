@@ -21,11 +21,12 @@ def serving_curves(result: Serving) -> Any:
         raise PlotError("no device can serve the model: there is nothing to draw")
     figure = new_figure(11.0, 4.6)
     figure.suptitle(result.title, fontsize=9)
-    panels = figure.subplots(1, 2)
+    shown = [("tpot", "time per output token"), ("ttft", "time to first token")]
+    if result.rows[0].points[0].tpot_seconds is None:
+        del shown[0]
+    panels = figure.subplots(1, len(shown), squeeze=False)[0]
     fastest = max(point.tokens_per_s_per_gpu for row in result.rows for point in row.points)
-    for panel, name, label in zip(
-        panels, ("tpot", "ttft"), ("time per output token", "time to first token"), strict=True
-    ):
+    for panel, (name, label) in zip(panels, shown, strict=True):
         for place, row in enumerate(result.rows):
             colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
             rates = [point.tokens_per_s_per_gpu for point in row.points]

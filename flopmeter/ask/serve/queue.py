@@ -65,7 +65,7 @@ class Load(NamedTuple):
 
     batch: int
     ttft_seconds: float
-    tpot_seconds: float
+    tpot_seconds: float | None  # None of one token, which prefill gives
     requests_per_s: float
     prefill_servers: float  # for each that decodes; 0: the same does both
 
@@ -93,7 +93,7 @@ def load(work: RequestWork, batch: int) -> Load:
     else:
         rate, servers = min(rate, work.at_once / own), 0.0
         wait = _wait_seconds(own / work.at_once, decoding, batch) + step / 2 * others
-    tpot = decoding / after if after else step / work.tokens_per_step
+    tpot = decoding / after if after else None
     return Load(batch, own + wait + work.transfer, tpot, rate, servers)
 
 

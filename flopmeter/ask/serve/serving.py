@@ -35,7 +35,7 @@ class ServingPoint(NamedTuple):
 
     batch: int
     ttft_seconds: float
-    tpot_seconds: float
+    tpot_seconds: float | None  # None of one token, which prefill gives
     requests_per_s: float
     tokens_per_s: float  # of all GPUs
     tokens_per_s_per_gpu: float
@@ -115,7 +115,7 @@ _COLUMNS: list[ColumnOf[ServingRow]] = [
     ColumnOf("$/M tokens", _of_best(lambda point: point.dollars_per_million_tokens)),
     ColumnOf("energy $/M", _of_best(lambda point: point.energy_dollars_per_million_tokens)),
     ColumnOf("alone: TTFT ms", lambda row: row.points[0].ttft_seconds, in_ms),
-    ColumnOf("TPOT ms", lambda row: row.points[0].tpot_seconds, in_ms),
+    ColumnOf("TPOT ms", lambda row: row.points[0].tpot_seconds, _optional(in_ms)),
 ]
 
 
@@ -352,21 +352,23 @@ class _Server:
 
     def _over(self, each: Load) -> list[str]:
         """The latencies asked for that this load exceeds."""
-        found = {"ttft": each.ttft_seconds, "tpot": each.tpot_seconds}
+        found = {"ttft": each.ttft_seconds, "tpot": each.tpot_seconds or 0.0}
         return [name.upper() for name, most in self._plan.slo.items() if found[name] > most]
 
     def _limit(self, best: Load | None, most: int, loads: list[Load]) -> str:
         if best is None:
             first = loads[0]
+            others = "" if first.tpot_seconds is None else f" and the others every {duration(first.tpot_seconds)}"
             return (
-                f"one request alone has its first token after {duration(first.ttft_seconds)} and the others every"
-                f" {duration(first.tpot_seconds)}: no batch keeps to the latencies"
+                f"one request alone has its first token after {duration(first.ttft_seconds)}{others}:"
+                " no batch keeps to the latencies"
             )
         if best.batch == min(most, MOST_REQUESTS):
             full = (
                 f"{most} requests fill the memory" if most <= MOST_REQUESTS else f"{MOST_REQUESTS} are the most metered"
             )
-            return f"{full} (TTFT {duration(best.ttft_seconds)}, TPOT {duration(best.tpot_seconds)})"
+            others = "" if best.tpot_seconds is None else f", TPOT {duration(best.tpot_seconds)}"
+            return f"{full} (TTFT {duration(best.ttft_seconds)}{others})"
         over = " and ".join(self._over(loads[best.batch])) or "prefill, which takes all steps that there are,"
         return f"{over} with more than {best.batch} requests at a time"
 
