@@ -113,7 +113,8 @@ def test_channels_last_is_priced_with_the_copies_of_instance_norms(device, is_to
     def report(is_mended):
         with torch.device("meta"):
             first = [nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.InstanceNorm2d(64, affine=True), nn.ReLU()]
-            model = nn.Sequential(*first, nn.Conv2d(64, 256, 3, bias=False), nn.ReLU()).to(HALF)
+            last = [nn.Conv2d(64, 256, 3, bias=False), nn.Conv2d(256, 64, 3, bias=False), nn.ReLU()]
+            model = nn.Sequential(*first, *last).to(HALF)
             x = torch.empty(64, 64, 128, 128, dtype=HALF)
         layout = torch.channels_last if is_mended else torch.contiguous_format
         model = model.to(memory_format=layout)
