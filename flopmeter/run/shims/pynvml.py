@@ -16,13 +16,13 @@ class NVMLError(Exception):
     """What the driver's library raises."""
 
 
-class _Memory(NamedTuple):
+class _MemoryInfo(NamedTuple):
     total: int  # bytes, as are the others
     free: int
     used: int
 
 
-class _Utilization(NamedTuple):
+class _HowBusy(NamedTuple):
     gpu: int  # %
     memory: int
 
@@ -47,9 +47,9 @@ def nvmlDeviceGetName(handle: int) -> str:  # noqa: N802
     return torch.cuda.get_device_name(handle)
 
 
-def nvmlDeviceGetMemoryInfo(handle: int) -> _Memory:  # noqa: N802
+def nvmlDeviceGetMemoryInfo(handle: int) -> _MemoryInfo:  # noqa: N802
     free, total = torch.cuda.mem_get_info(handle)
-    return _Memory(total, free, total - free)
+    return _MemoryInfo(total, free, total - free)
 
 
 def nvmlDeviceGetPowerUsage(handle: int) -> int:  # noqa: N802
@@ -57,8 +57,8 @@ def nvmlDeviceGetPowerUsage(handle: int) -> int:  # noqa: N802
     return torch.cuda.power_draw(handle)
 
 
-def nvmlDeviceGetUtilizationRates(handle: int) -> _Utilization:  # noqa: N802
-    return _Utilization(torch.cuda.utilization(handle), torch.cuda.memory_usage(handle))
+def nvmlDeviceGetUtilizationRates(handle: int) -> _HowBusy:  # noqa: N802
+    return _HowBusy(torch.cuda.utilization(handle), torch.cuda.memory_usage(handle))
 
 
 MODULES = {
