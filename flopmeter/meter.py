@@ -36,7 +36,7 @@ from flopmeter.records import Call, Clocks, Kernel, Launches, LaunchMode, Trace
 from flopmeter.records.traces import part_of
 from flopmeter.report.ran import Ran, ran_of
 from flopmeter.report.report import Report
-from flopmeter.report.unfused_attention import unfused_notes
+from flopmeter.report.unfused_attention import Unfused, unfused_calls, unfused_notes
 from flopmeter.timing import Host, PowerLaws, RankRun, TimedRun, host_seconds, time_run, time_runs
 from flopmeter.timing.peak_memory import memory_of
 from flopmeter.timing.timeline import messages_of
@@ -114,6 +114,7 @@ class _Run:
     ran: Ran
     known: _Memo
     dollars_per_kwh: float | None
+    unfused: tuple[Unfused, ...]
     repeats: bool = False  # one turn of a loop
 
     def in_mode(self, name: str, **changed: Any) -> Report:
@@ -169,6 +170,7 @@ class _Run:
             ran=self.ran,
             dollars_per_kwh=self.dollars_per_kwh,
             graphs=tuple(self.trace.compilation.graphs),
+            unfused=self.unfused,
         )
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
             return report
@@ -380,8 +382,8 @@ class FlopMeter:
             *triton_assumptions(kernels), *implementation_assumptions(kernels),
         )  # fmt: skip
         return _Run(
-            trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed,
-            self._caution(ops), notes, ran, known, self._dollars_per_kwh,
+            trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, self._caution(ops),
+            notes, ran, known, self._dollars_per_kwh, unfused_calls(self._emulation, target_of(device)),
         )  # fmt: skip
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:
@@ -484,9 +486,8 @@ def checked_energy_price(dollars_per_kwh: float | None) -> float | None:
 
 def target_of(hardware: Hardware) -> CudaTarget:
     """The device as torch's dispatch sees it."""
-    if hardware.compute_capability is None:
-        return CudaTarget.stand_in(hardware.title)
-    return CudaTarget(hardware.compute_capability)
+    capability = hardware.compute_capability
+    return CudaTarget.stand_in(hardware.title) if capability is None else CudaTarget(capability)
 
 
 def _kernels_on(device: Hardware, strict: bool, trace: Trace, known: CallCosts) -> list[Kernel]:

@@ -322,6 +322,57 @@ def test_bitsandbytes_moves_a_byte_a_state_and_half_a_byte_a_weight():
     assert dequantize.bytes_read == 2 * ((n // 2 + 4 * n // 64) + (n // 64 + 4 * n // 64 // 256))
 
 
+def test_a_4_bit_layer_takes_weights_that_a_library_quantised_itself():
+    """lightning's and litgpt's plugins give a layer Params4bit of `functional.quantize_4bit`."""
+
+    def program():
+        import bitsandbytes as bnb
+
+        layer = bnb.nn.Linear4bit(256, 128, bias=False, device="meta", quant_type="nf4")
+        asked = layer.weight
+        assert isinstance(asked, bnb.nn.Params4bit)
+        assert (asked.blocksize, asked.quant_type, asked.compress_statistics) == (64, "nf4", True)
+        whole = torch.zeros(128, 256, dtype=torch.half, device="cuda")
+        packed, state = bnb.functional.quantize_4bit(whole, compress_statistics=True)
+        assert (packed.dtype, packed.numel()) == (torch.uint8, 128 * 256 // 2)
+        assert state.shape == whole.shape
+        layer.weight = bnb.nn.Params4bit(packed, quant_state=state, quant_type="nf4")
+        layer.cuda()
+        assert isinstance(layer.weight, bnb.nn.Params4bit)
+        assert layer.weight.quant_state is state
+        assert bnb.functional.dequantize_4bit(layer.weight, state).shape == whole.shape
+        eighth = bnb.nn.Linear8bitLt(128, 128, bias=False, has_fp16_weights=False).cuda()
+        assert isinstance(eighth.weight, bnb.nn.Int8Params)
+        assert (eighth.weight.dtype, eighth.weight.SCB.shape) == (torch.int8, (128,))
+        assert not eighth.weight.requires_grad
+        nn.Sequential(layer, eighth)(torch.zeros(32, 256, dtype=torch.half, device="cuda"))
+
+    report = stepped("bitsandbytes", program)
+    assert report.macs == 32 * (256 * 128 + 128 * 128)
+
+
+def test_scripts_read_the_driver_of_the_profile():
+    def program():
+        import pynvml
+
+        pynvml.nvmlInit()
+        assert pynvml.nvmlDeviceGetCount() == 1
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+        assert pynvml.nvmlDeviceGetName(gpu) == torch.cuda.get_device_name()
+        before = pynvml.nvmlDeviceGetMemoryInfo(gpu)
+        held = torch.zeros(64, 2**20, device="cuda")
+        after = pynvml.nvmlDeviceGetMemoryInfo(gpu)
+        assert after.used - before.used == held.nbytes
+        assert after.used + after.free == after.total == torch.cuda.mem_get_info()[1]
+        assert pynvml.nvmlDeviceGetPowerUsage(gpu) == torch.cuda.power_draw() > 0
+        assert pynvml.nvmlDeviceGetUtilizationRates(gpu) == (0, 0)
+        with pytest.raises(pynvml.NVMLError):
+            pynvml.nvmlDeviceGetHandleByIndex(1)
+        pynvml.nvmlShutdown()
+
+    stepped("pynvml", program)
+
+
 def test_a_selective_scan_counts_seven_operations_a_state_and_keeps_a_state_of_each_chunk():
     batch, channels, length, states = 2, 32, 4096, 16
 

@@ -32,6 +32,7 @@ from flopmeter.report.drawers import FORMATS, VIEWS, rendered
 from flopmeter.report.quantities import in_ms
 from flopmeter.report.ran import NOT_SAID, Ran
 from flopmeter.report.rows import GROUPINGS, By, Row, RowTotals
+from flopmeter.report.unfused_attention import Unfused
 from flopmeter.report.wins import Advice, HotSpot
 from flopmeter.timing import Uncertainty, uncertainty
 from flopmeter.timing.bands import BETWEEN_NODES
@@ -61,6 +62,7 @@ class Report:
     ran: Ran = NOT_SAID
     dollars_per_kwh: float | None = None  # as the user stated it
     graphs: tuple[CompiledGraph, ...] = ()  # that torch.compile made, each with `.kernels` and `.breaks`
+    unfused: tuple[Unfused, ...] = ()  # calls of scaled_dot_product_attention that run op by op
 
     @property
     def kernels(self) -> list[Kernel]:

@@ -16,6 +16,7 @@ from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     growing,
     host_copies,
     layout,
+    math_attention,
     needless,
     optimizers,
     recurrent,

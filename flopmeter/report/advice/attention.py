@@ -25,7 +25,7 @@ from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 
 _SOFTMAX = (aten._softmax, aten._safe_softmax)
-_PRODUCTS = (aten.bmm, aten.baddbmm, aten.mm, aten.matmul)
+PRODUCTS = (aten.bmm, aten.baddbmm, aten.mm, aten.matmul)
 _COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.contiguous)
 _RESHAPES = (aten.expand, aten.view, aten._unsafe_view)
 _TRIANGLES = (aten.tril, aten.triu, aten.tril_, aten.triu_)
@@ -47,7 +47,7 @@ def materialised_attention_of_bent_scores(report: Report) -> Iterator[Proposal]:
 
 def _instead(report: Report, kernels: _MakesFused) -> Iterator[Proposal]:
     trace = trace_of(report)
-    uses = _uses(trace)
+    uses = uses_of(trace)
     has_it = in_templates(trace) if kernels is _flexed else ()
     put_in: dict[int, Op] = {}
     dropped: set[int] = set()
@@ -56,9 +56,9 @@ def _instead(report: Report, kernels: _MakesFused) -> Iterator[Proposal]:
     for index, op in enumerate(trace.ops):
         if op.phase not in ("forward", "recompute") or not _is_softmax(trace, uses, index):
             continue
-        if index in has_it:
+        if index in has_it or op.packet is aten._safe_softmax:  # of SDPA's math path: unfused_attention.py
             continue
-        attention = _around(trace, uses, index)
+        attention = around(trace, uses, index)
         if attention is None or attention.ops & dropped:
             continue
         averaged = _averaged_over_heads(trace, attention)
@@ -79,8 +79,8 @@ def _instead(report: Report, kernels: _MakesFused) -> Iterator[Proposal]:
     *_, queries, keys = found[0].inputs[0].shape
     concerns = of_ops(trace, dropped)
     if not needs_mask:
-        dropped |= _makers_of_masks(trace, uses, dropped, put_in)
-    dropped |= _views_of_nothing(trace, uses, dropped, put_in)
+        dropped |= makers_of_masks(trace, uses, dropped, put_in)
+    dropped |= views_of_nothing(trace, uses, dropped, put_in)
     then = with_tensors(with_ops(trace, dropped, put_in), _rows_innermost, lambda number: number in gradients)
     why = f"materialised: scores of {queries} × {keys} a head go to memory and back"
     if len(set(read)) < len(read):
@@ -95,14 +95,14 @@ def _instead(report: Report, kernels: _MakesFused) -> Iterator[Proposal]:
 _OF_TORCH = "need_weights=False in the calls of nn.MultiheadAttention, which then runs fused attention"
 
 
-def _averaged_over_heads(trace: Trace, attention: _Materialised) -> set[int]:
+def _averaged_over_heads(trace: Trace, attention: Materialised) -> set[int]:
     """Storages with the average of the heads' probabilities, which nn.MultiheadAttention returns next to its result."""
     ops = (trace.ops[index] for index in attention.ops)
     means = (op for op in ops if op.packet is aten.mean and op.phase != "backward")
     return {spec.storage for op in means for spec in op.outputs if spec.shape[-2:] == attention.softmax.shape[-2:]}
 
 
-class _Materialised(NamedTuple):
+class Materialised(NamedTuple):
     """The ops of one attention, and the inputs of its matmuls."""
 
     ops: set[int]
@@ -117,11 +117,11 @@ class _Materialised(NamedTuple):
     bias_gradient: TensorSpec | None  # of the scores' size: what the sum that gives the bias its gradient reads
 
 
-_MakesFused = Callable[[Trace, _Materialised, Hardware], dict[int, Op]]
+_MakesFused = Callable[[Trace, Materialised, Hardware], dict[int, Op]]
 """Gives the fused ops, by the index of the op in whose place they stand. Raises NoKernelError if there are none."""
 
 
-def _uses(trace: Trace) -> dict[int, list[int]]:
+def uses_of(trace: Trace) -> dict[int, list[int]]:
     """The ops that touch each storage."""
     uses: dict[int, list[int]] = defaultdict(list)
     for index, op in enumerate(trace.ops):
@@ -130,16 +130,16 @@ def _uses(trace: Trace) -> dict[int, list[int]]:
     return uses
 
 
-def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Materialised | None:
+def around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> Materialised | None:
     """The attention around a softmax. None if no matmul makes its scores, or none takes its probabilities."""
     ops, spec = trace.ops, trace.ops[softmax].inputs[0]
     if len(spec.shape) < 3:
         return None
     scores = _of_scores(trace, uses, softmax)
-    touched = {index for number in scores for index in uses[number] if not _is_view(ops[index])}
+    touched = {index for number in scores for index in uses[number] if not is_view(ops[index])}
     if sum(_is_softmax(trace, uses, index) for index in touched) != 1:
         return None
-    products = [index for index in sorted(touched) if ops[index].packet in _PRODUCTS]
+    products = [index for index in sorted(touched) if ops[index].packet in PRODUCTS]
     phase = ops[softmax].phase
     made = [index for index in products if ops[index].phase == phase and _writes(ops[index], scores)]
     taken = [index for index in products if ops[index].phase == phase and not _writes(ops[index], scores)]
@@ -157,7 +157,7 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Material
     is_causal = bias is None and _is_causal(trace, uses, touched, spec)
     if gradient is not None:
         dropped -= {index for index in touched if _sums_bias_gradient(ops[index], spec)}
-    return _Materialised(
+    return Materialised(
         dropped, made[0], taken[0], spec, operands, gradients, is_causal, _dropout(trace, touched), bias, gradient
     )
 
@@ -206,7 +206,7 @@ def _of_scores(trace: Trace, uses: dict[int, list[int]], softmax: int) -> set[in
     while todo:
         for index in uses[todo.pop()]:
             op = trace.ops[index]
-            if op.packet in _PRODUCTS:
+            if op.packet in PRODUCTS:
                 continue
             for spec in (*op.inputs, *op.outputs):
                 alike = spec.numel == square.numel and spec.shape[-2:] == square.shape[-2:] and is_dense(spec)
@@ -220,7 +220,7 @@ def _writes(op: Op, storages: set[int]) -> bool:
     return any(spec.storage in storages for spec in op.outputs)
 
 
-def _is_view(op: Op) -> bool:
+def is_view(op: Op) -> bool:
     """Whether it returns a view; an op in place does."""
     return bool(op.outputs) and op.makes <= op.reads
 
@@ -230,7 +230,7 @@ def _copies_around(trace: Trace, uses: dict[int, list[int]], touched: set[int], 
     copies: set[int] = set()
     for index in touched:
         op = trace.ops[index]
-        if op.packet not in _PRODUCTS:
+        if op.packet not in PRODUCTS:
             continue
         for spec in op.inputs:
             chain = _copies_before(trace, uses, spec.storage, touched | copies) if spec.storage not in scores else ()
@@ -256,7 +256,7 @@ def _copies_before(trace: Trace, uses: dict[int, list[int]], storage: int, withi
         born = trace.storages[storage].born
         if born < 0 or not _is_copy(trace.ops[born]):
             return chain
-        others = {index for index in uses[storage] if index != born and not _is_view(trace.ops[index])}
+        others = {index for index in uses[storage] if index != born and not is_view(trace.ops[index])}
         if not others <= within | set(chain):
             return chain
         chain.append(born)
@@ -298,7 +298,7 @@ def _compares_places(trace: Trace, uses: dict[int, list[int]], storage: int) -> 
         if trace.storages[number].born < 0:
             return False
         for op in (trace.ops[index] for index in uses[number]):
-            if _is_view(op) or not _writes(op, {number}):
+            if is_view(op) or not _writes(op, {number}):
                 continue
             compares |= op.packet in _TRIANGLES or (op.packet in _COMPARISONS and len(op.inputs) == 2)
             todo += op.reads - known
@@ -311,29 +311,29 @@ def _dropout(trace: Trace, touched: set[int]) -> float:
     return next((float(op.call.args[1]) for op in ops if op.packet is aten.native_dropout), 0.0)
 
 
-def _makers_of_masks(trace: Trace, uses: dict[int, list[int]], dropped: set[int], put_in: dict[int, Op]) -> set[int]:
+def makers_of_masks(trace: Trace, uses: dict[int, list[int]], dropped: set[int], put_in: dict[int, Op]) -> set[int]:
     """Ops that are not views and whose results only dropped ops read."""
     needed = {number for op in put_in.values() for number in op.storages}
     gone = set(dropped)
-    todo = list(dropped)
+    todo = [index for index in dropped if trace.ops[index].phase != "backward"]
     while todo:
         for spec in trace.ops[todo.pop()].inputs:
             born = trace.storages[spec.storage].born
             if born < 0 or born in gone or spec.storage in needed:
                 continue
-            readers = {index for index in uses[spec.storage] if not _is_view(trace.ops[index])} - {born}
+            readers = {index for index in uses[spec.storage] if not is_view(trace.ops[index])} - {born}
             if readers <= gone and not any(trace.storages[each.storage].role for each in trace.ops[born].inputs):
                 gone.add(born)
                 todo.append(born)
     return gone - dropped
 
 
-def _views_of_nothing(trace: Trace, uses: dict[int, list[int]], dropped: set[int], put_in: dict[int, Op]) -> set[int]:
+def views_of_nothing(trace: Trace, uses: dict[int, list[int]], dropped: set[int], put_in: dict[int, Op]) -> set[int]:
     needed = {number for op in put_in.values() for number in op.storages}
     views: set[int] = set()
     for number in {number for index in dropped for number in trace.ops[index].storages} - needed:
         rest = set(uses[number]) - dropped
-        if trace.storages[number].born in dropped and all(_is_view(trace.ops[index]) for index in rest):
+        if trace.storages[number].born in dropped and all(is_view(trace.ops[index]) for index in rest):
             views |= rest
     return views
 
@@ -345,7 +345,7 @@ def _rows_innermost(spec: TensorSpec, is_gradient: object) -> TensorSpec:
     return spec._replace(stride=dense(spec.shape, spec.dtype, spec.device).stride)
 
 
-def _fused(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int, Op]:
+def _fused(trace: Trace, attention: Materialised, device: Hardware) -> dict[int, Op]:
     """scaled_dot_product_attention."""
     if are_bent(_on_scores(trace, attention, backward=False)):
         raise NoKernelError
@@ -358,7 +358,7 @@ def _fused(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int
     }
 
 
-def _flexed(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int, Op]:
+def _flexed(trace: Trace, attention: Materialised, device: Hardware) -> dict[int, Op]:
     """flex_attention, which has no dropout. What it would take to read a tensor that is added is not priced."""
     if not are_bent(_on_scores(trace, attention, backward=False)) or attention.dropout or attention.bias is not None:
         raise NoKernelError
@@ -372,10 +372,10 @@ def _flexed(trace: Trace, attention: _Materialised, device: Hardware) -> dict[in
     return {place: flexed(op, qkv, result, sums, body(op)) for place, op in _ends(trace, attention)}
 
 
-def _on_scores(trace: Trace, attention: _Materialised, *, backward: bool) -> list[Op]:
+def _on_scores(trace: Trace, attention: Materialised, *, backward: bool) -> list[Op]:
     """The ops that make scores of scores, in the forward pass or in both."""
     ops = (trace.ops[index] for index in sorted(attention.ops))
-    others = (*_PRODUCTS, *_SOFTMAX, *_COPIES, *_RESHAPES, aten._softmax_backward_data)
+    others = (*PRODUCTS, *_SOFTMAX, *_COPIES, *_RESHAPES, aten._softmax_backward_data)
     return [
         op
         for op in ops
@@ -385,7 +385,7 @@ def _on_scores(trace: Trace, attention: _Materialised, *, backward: bool) -> lis
     ]
 
 
-def _around_kernel(trace: Trace, attention: _Materialised) -> tuple[Operands, TensorSpec, TensorSpec]:
+def _around_kernel(trace: Trace, attention: Materialised) -> tuple[Operands, TensorSpec, TensorSpec]:
     """q, k and v; the result; and the sum of each row's exponentials."""
     qkv = _operands(trace, attention)
     out = trace.ops[attention.values].outputs[0]
@@ -395,14 +395,14 @@ def _around_kernel(trace: Trace, attention: _Materialised) -> tuple[Operands, Te
     return qkv, result, sums._replace(storage=attention.softmax.storage)  # which no other op touches any more
 
 
-def _ends(trace: Trace, attention: _Materialised) -> list[tuple[int, Op]]:
+def _ends(trace: Trace, attention: Materialised) -> list[tuple[int, Op]]:
     """The ops in whose places the fused ones stand: the last of the forward pass, and of the backward pass if there is
     one."""
     backward = [index for index in attention.ops if trace.ops[index].phase == "backward"]
     return [(place, trace.ops[place]) for place in (attention.values, *([max(backward)] if backward else ()))]
 
 
-def _bias_in_heads(attention: _Materialised, batch_and_heads: tuple[int, ...]) -> Bias | None:
+def _bias_in_heads(attention: Materialised, batch_and_heads: tuple[int, ...]) -> Bias | None:
     """The bias as the fused kernel takes it: repeated for each sequence and head, without memory for that."""
     bias, sizes = attention.bias, (*batch_and_heads, *attention.softmax.shape[-2:])
     if bias is None or len(bias.shape) > len(sizes):
@@ -415,7 +415,7 @@ def _bias_in_heads(attention: _Materialised, batch_and_heads: tuple[int, ...]) -
     return Bias(bias._replace(shape=sizes, stride=steps), attention.bias_gradient)
 
 
-def _operands(trace: Trace, attention: _Materialised) -> Operands:
+def _operands(trace: Trace, attention: Materialised) -> Operands:
     """q, k and v as the fused kernel takes them: [batch, heads, rows, width]."""
     queries, depth = trace.ops[attention.scores].inputs[-2].shape[-2:]
     keys, width = attention.softmax.shape[-1], trace.ops[attention.values].outputs[0].shape[-1]

@@ -14,14 +14,9 @@ from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, TensorSpec
 from flopmeter.records.memory_format import dense_strides
 from flopmeter.report.advice.rewrite import in_place_of
+from flopmeter.report.unfused_attention import BACKENDS
 from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.torch_names.operators import aten_overloads
-
-_BACKENDS = {
-    SDPBackend.FLASH_ATTENTION: "flash",
-    SDPBackend.CUDNN_ATTENTION: "cudnn",
-    SDPBackend.EFFICIENT_ATTENTION: "efficient",
-}
 
 Operands = tuple[TensorSpec, TensorSpec, TensorSpec]
 
@@ -48,7 +43,7 @@ def backend_of(qkv: Operands, device: Hardware, *, is_causal: bool, dropout: flo
     chosen = choose(call, rules_for(running_version()))
     if chosen is SDPBackend.MATH:
         raise NoKernelError
-    return _BACKENDS[chosen]
+    return BACKENDS[chosen]
 
 
 def fused(

@@ -16,6 +16,7 @@ from flopmeter.report.advice.autocast import policy_of
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_kernel
 from flopmeter.report.advice.gradients import fills_gradients
+from flopmeter.report.advice.math_attention import math_paths
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of, type_of_others, with_other_ops
 from flopmeter.report.advice.rewrite import (
     are_in_torch,
@@ -45,7 +46,8 @@ def wide_work(report: Report) -> Iterator[Proposal]:
     places = [index for index, op in enumerate(trace.ops) if id(op) in wide]
     if narrow is not None and not _keeps_wide_weights(trace):
         places += _between_casts(trace, narrow)
-    places = sorted(set(places) - in_templates(trace))
+    of_torch = in_templates(trace).union(*(path.ops for path in math_paths(report)))
+    places = sorted(set(places) - of_torch)
     if narrow is None or not places:
         return
     touched = {number for index in places for number in trace.ops[index].storages}

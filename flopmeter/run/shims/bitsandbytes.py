@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flopmeter.costs import make_contraction, make_cost
 from flopmeter.records import Call, Cost, Matmul
-from flopmeter.run.shims.kernel import kernel
+from flopmeter.run.shims.kernel import kernel, named
 
 BLOCK = 256  # elements of a state, or scales, with one scale
 WEIGHT_BLOCK = 64  # elements of a 4-bit weight
@@ -161,28 +161,107 @@ class _Matmul8bit(torch.autograd.Function):
         return gradient @ (weight.to(gradient.dtype) * scales[:, None].to(gradient.dtype)), None, None, of_bias
 
 
+class QuantState:
+    """Where the scales of a 4-bit weight are, and what the weight was. The scales' own scales are in `state2`."""
+
+    def __init__(self, absmax: Tensor, shape: torch.Size, dtype: torch.dtype, state2: Tensor | None) -> None:
+        self.absmax, self.shape, self.dtype, self.state2 = absmax, shape, dtype, state2
+        self.nested, self.blocksize = state2 is not None, WEIGHT_BLOCK
+
+    def scales(self) -> Tensor:
+        if self.state2 is None:
+            return self.absmax
+        whole: Tensor = _dequantize(self.absmax, self.state2, 1, self.absmax.numel(), torch.float32)
+        return whole.view(-1) + self.state2[0]  # the scales' mean was taken off before
+
+
+def quantize_4bit(A: Tensor, *, compress_statistics: bool = False, **options: Any) -> tuple[Tensor, QuantState]:  # noqa: N803
+    packed, scales = _quantize_4bit(A)
+    of_scales = None
+    if compress_statistics:
+        of_scales = scales.new_empty(-(-scales.numel() // BLOCK))
+        scales = torch.empty_like(scales, dtype=torch.uint8)
+    return packed, QuantState(scales, A.shape, A.dtype, of_scales)
+
+
+def dequantize_4bit(A: Tensor, quant_state: QuantState, **options: Any) -> Tensor:  # noqa: N803
+    rows, columns = quant_state.shape
+    whole: Tensor = _dequantize(A, quant_state.scales(), rows, columns, quant_state.dtype)
+    return whole
+
+
+def int8_vectorwise_quant(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, None]:  # noqa: N803
+    return (*_quantize_rows(A), None)
+
+
+class Params4bit(nn.Parameter):
+    """A weight that its layer quantises on the device, or that is packed already, as its `quant_state` says."""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False, *args: Any, **options: Any) -> Params4bit:
+        return super().__new__(cls, data, requires_grad)
+
+    def __init__(
+        self,
+        data: Tensor,
+        requires_grad: bool = False,
+        quant_state: QuantState | None = None,
+        blocksize: int = WEIGHT_BLOCK,
+        compress_statistics: bool = True,
+        quant_type: str = "fp4",
+        quant_storage: torch.dtype = torch.uint8,
+        module: nn.Module | None = None,
+        bnb_quantized: bool = False,
+    ) -> None:
+        self.quant_state, self.module, self.bnb_quantized = quant_state, module, bnb_quantized
+        self.settings = {"compress_statistics": compress_statistics, "quant_type": quant_type}
+        self.settings |= {"blocksize": blocksize, "quant_storage": quant_storage}
+        vars(self).update(self.settings)
+
+
+class Int8Params(nn.Parameter):
+    """A weight that its layer quantises on the device: `SCB` are the scales of its rows."""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False, *args: Any, **options: Any) -> Int8Params:
+        return super().__new__(cls, data, requires_grad)
+
+    def __init__(
+        self,
+        data: Tensor,
+        requires_grad: bool = False,
+        has_fp16_weights: bool = False,
+        CB: Tensor | None = None,  # noqa: N803
+        SCB: Tensor | None = None,  # noqa: N803
+    ) -> None:
+        self.CB, self.SCB, self.has_fp16_weights = CB, SCB, has_fp16_weights
+
+
 class _Quantized(nn.Linear):
     """A layer whose weight is quantised when it comes onto the device, or at the first call."""
 
-    scales: Tensor
-    scales_of_scales: Tensor | None
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        kind, attributes = type(self.weight), dict(vars(self.weight))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if type(self.weight) is not kind:  # torch made a plain parameter of it
+            self.weight = self._like(attributes, self.weight.data)
         self._quantize()
         return self
 
     def _quantize(self) -> None:
         if not self.weight.is_cpu and self.weight.is_floating_point():
             with torch.no_grad():
-                self.quantize(self.weight)
+                self._pack(self.weight)
 
-    def quantize(self, weight: Tensor) -> None:
+    def _like(self, attributes: dict[str, Any], data: Tensor) -> nn.Parameter:
+        raise NotImplementedError
+
+    def _pack(self, weight: Tensor) -> None:
         raise NotImplementedError
 
 
 class Linear4bit(_Quantized):
     """bitsandbytes.nn.Linear4bit; fp4 and nf4 differ only in their table."""
+
+    weight: Any
 
     def __init__(
         self,
@@ -196,24 +275,22 @@ class Linear4bit(_Quantized):
         device: Any = None,
     ) -> None:
         super().__init__(input_features, output_features, bias, device)
-        self.compute_dtype, self._compress = compute_dtype, compress_statistics
+        self.compute_dtype = compute_dtype
+        self.weight = Params4bit(
+            self.weight.data, compress_statistics=compress_statistics, quant_type=quant_type,
+            quant_storage=quant_storage, module=self,
+        )  # fmt: skip
 
-    def quantize(self, weight: Tensor) -> None:
-        packed, scales = _quantize_4bit(weight)
-        self.weight = nn.Parameter(packed, requires_grad=False)
-        self.scales, self.scales_of_scales = scales, None
-        if self._compress:
-            self.scales = torch.empty_like(scales, dtype=torch.uint8)
-            self.scales_of_scales = scales.new_empty(-(-scales.numel() // BLOCK))
+    def _like(self, attributes: dict[str, Any], data: Tensor) -> Params4bit:
+        return Params4bit(data, quant_state=attributes["quant_state"], module=self, **attributes["settings"])
 
-    def whole_scales(self) -> Tensor:
-        if self.scales_of_scales is None:
-            return self.scales
-        whole: Tensor = _dequantize(self.scales, self.scales_of_scales, 1, self.scales.numel(), torch.float32)
-        return whole.view(-1) + self.scales_of_scales[0]  # the scales' mean was taken off before
+    def _pack(self, weight: Any) -> None:
+        packed, state = quantize_4bit(weight, **weight.settings)
+        self.weight = Params4bit(packed, quant_state=state, module=self, bnb_quantized=True, **weight.settings)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        return _dequantize(self.weight, self.whole_scales(), self.out_features, self.in_features, dtype)
+        scales = self.weight.quant_state.scales()
+        return _dequantize(self.weight, scales, self.out_features, self.in_features, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         self._quantize()
@@ -221,7 +298,7 @@ class Linear4bit(_Quantized):
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if x.numel() == x.shape[-1] and not x.requires_grad:
-            out: Tensor = _gemv(x, self.weight, self.whole_scales(), self.out_features)
+            out: Tensor = _gemv(x, self.weight, self.weight.quant_state.scales(), self.out_features)
             out = out if bias is None else out + bias
         else:
             out = _Matmul4bit.apply(x, self, bias)  # type: ignore[no-untyped-call]
@@ -231,6 +308,8 @@ class Linear4bit(_Quantized):
 class Linear8bitLt(_Quantized):
     """bitsandbytes.nn.Linear8bitLt. Raises NotImplementedError for a threshold: which columns are above it depends on
     values, which nobody knows."""
+
+    weight: Any
 
     def __init__(
         self,
@@ -247,14 +326,18 @@ class Linear8bitLt(_Quantized):
                 "flopmeter's shim of bitsandbytes has Linear8bitLt with has_fp16_weights=False and threshold=0 alone"
             )
         super().__init__(input_features, output_features, bias, device)
+        self.weight = Int8Params(self.weight.data)
 
-    def quantize(self, weight: Tensor) -> None:
-        rows, self.scales = _quantize_rows(weight)
-        self.weight = nn.Parameter(rows, requires_grad=False)
+    def _like(self, attributes: dict[str, Any], data: Tensor) -> Int8Params:
+        return Int8Params(data, CB=attributes["CB"], SCB=attributes["SCB"])
+
+    def _pack(self, weight: Tensor) -> None:
+        rows, scales = _quantize_rows(weight)
+        self.weight = Int8Params(rows, CB=rows, SCB=scales)
 
     def forward(self, x: Tensor) -> Tensor:
         self._quantize()
-        return _Matmul8bit.apply(x, self.weight, self.scales, self.bias)  # type: ignore[no-untyped-call]
+        return _Matmul8bit.apply(x, self.weight, self.weight.SCB, self.bias)  # type: ignore[no-untyped-call]
 
 
 _OPTIMIZERS = {
@@ -262,5 +345,9 @@ _OPTIMIZERS = {
     **dict.fromkeys(("Adam", "AdamW", "PagedAdam", "PagedAdamW", "AdamW32bit", "PagedAdamW32bit"), Adam32bit),
     **dict.fromkeys(("Lion8bit", "PagedLion8bit"), Lion8bit),
 }
-_LAYERS = {"Linear4bit": Linear4bit, "Linear8bitLt": Linear8bitLt}
-MODULES = {"bitsandbytes": {}, "bitsandbytes.optim": _OPTIMIZERS, "bitsandbytes.nn": _LAYERS}
+MODULES = {
+    "bitsandbytes": {},
+    "bitsandbytes.optim": _OPTIMIZERS,
+    "bitsandbytes.nn": named(Linear4bit, Linear8bitLt, Params4bit, Int8Params),
+    "bitsandbytes.functional": named(quantize_4bit, dequantize_4bit, int8_vectorwise_quant, QuantState),
+}
