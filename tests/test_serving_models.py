@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from flopmeter import FlopMeter, ServingError, load_hardware, serving  # noqa: E402
 from flopmeter.ask.serve.decoder import decoder  # noqa: E402
 from flopmeter.ask.serve.steps import StepModel  # noqa: E402
-from flopmeter.models.hubs import model_of  # noqa: E402
+from flopmeter.models.hubs import TargetError, model_of  # noqa: E402
 
 H100 = "h100-sxm5-80gb"
 SMALL = {
@@ -77,6 +77,21 @@ def test_a_request_holds_what_transformers_own_cache_holds(kind):
     own_bytes = own_cache_bytes(CONFIGS[kind](), tokens)
     windows = sum(layer.elements for layer in own._kept if layer.most_tokens < tokens) * 2
     assert own.kv_bytes(tokens, 2) == own_bytes + windows
+
+
+def test_a_config_that_transformers_saved_is_served_as_before_with_its_infinite_numbers(tmp_path):
+    config = CONFIGS["state spaces"]()
+    config.time_step_limit = (0.0, float("inf"))
+    config.save_pretrained(tmp_path)
+    from_file, given = (serving(each, [H100], prompt=64, output=16) for each in (f"hf:{tmp_path}", config))
+    assert from_file.rows == given.rows
+
+
+def test_a_config_that_transformers_refuses_is_refused_in_one_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba2", "time_step_limit": "none"}))
+    with pytest.raises(TargetError, match="transformers refuses this config .*time_step_limit") as found:
+        serving(f"hf:{tmp_path}", [H100], prompt=64, output=16)
+    assert "\n" not in str(found.value)
 
 
 def test_two_ranks_share_the_heads_of_each_layer():
