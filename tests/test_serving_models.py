@@ -89,9 +89,14 @@ def test_a_config_that_transformers_saved_is_served_as_before_with_its_infinite_
 
 def test_a_config_that_transformers_refuses_is_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba2", "time_step_limit": "none"}))
-    with pytest.raises(TargetError, match="transformers refuses this config .*time_step_limit") as found:
+    with pytest.raises(TargetError, match=r"transformers refuses this config .*time_step_limit") as found:
         serving(f"hf:{tmp_path}", [H100], prompt=64, output=16)
     assert "\n" not in str(found.value)
+
+
+def test_a_model_whose_attention_takes_no_other_kernels_is_served_with_the_cache_that_its_refusal_names():
+    config = transformers.FalconConfig(num_hidden_layers=2)
+    assert serving(config, [H100], prompt=64, output=16, cache="transformers").rows
 
 
 def test_two_ranks_share_the_heads_of_each_layer():
@@ -192,7 +197,16 @@ def test_a_long_prompt_costs_no_more_in_decoding_where_all_layers_keep_states():
             lambda: transformers.DbrxConfig(n_layers=2, attn_config={"rope_theta": 1e4, "clip_qkv": 8}),
             "stops the host .* it cannot be served",
         ),
-        (lambda: transformers.FalconConfig(num_hidden_layers=2), "does not run as a server runs it"),
+        (
+            lambda: transformers.FalconConfig(num_hidden_layers=2),
+            "takes no other kernels for the attention of Falcon.*: take cache='transformers'",
+        ),
+        (
+            lambda: transformers.BambaConfig(num_hidden_layers=2),
+            "does not run as a server runs it .*only contain LinearAttention",
+        ),
+        (lambda: transformers.XLNetConfig(n_layer=2), "XLNetLMHeadModel of transformers takes no cache"),
+        (lambda: transformers.Dots1Config(num_hidden_layers=2), "cannot be built .* its config may leave out a value"),
         (lambda: transformers.BloomConfig(), "takes no other kernels for the attention of BloomForCausalLM"),
     ],
 )
