@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from flopmeter import FlopMeter, ServingError, load_hardware, serving  # noqa: E402
 from flopmeter.ask.serve.decoder import decoder  # noqa: E402
 from flopmeter.ask.serve.steps import StepModel  # noqa: E402
-from flopmeter.models.hubs import model_of  # noqa: E402
+from flopmeter.models.hubs import TargetError, model_of  # noqa: E402
 
 H100 = "h100-sxm5-80gb"
 SMALL = {
@@ -77,6 +77,26 @@ def test_a_request_holds_what_transformers_own_cache_holds(kind):
     own_bytes = own_cache_bytes(CONFIGS[kind](), tokens)
     windows = sum(layer.elements for layer in own._kept if layer.most_tokens < tokens) * 2
     assert own.kv_bytes(tokens, 2) == own_bytes + windows
+
+
+def test_a_config_that_transformers_saved_is_served_as_before_with_its_infinite_numbers(tmp_path):
+    config = CONFIGS["state spaces"]()
+    config.time_step_limit = (0.0, float("inf"))
+    config.save_pretrained(tmp_path)
+    from_file, given = (serving(each, [H100], prompt=64, output=16) for each in (f"hf:{tmp_path}", config))
+    assert from_file.rows == given.rows
+
+
+def test_a_config_that_transformers_refuses_is_refused_in_one_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba2", "time_step_limit": "none"}))
+    with pytest.raises(TargetError, match=r"transformers refuses this config .*time_step_limit") as found:
+        serving(f"hf:{tmp_path}", [H100], prompt=64, output=16)
+    assert "\n" not in str(found.value)
+
+
+def test_a_model_whose_attention_takes_no_other_kernels_is_served_with_the_cache_that_its_refusal_names():
+    config = transformers.FalconConfig(num_hidden_layers=2)
+    assert serving(config, [H100], prompt=64, output=16, cache="transformers").rows
 
 
 def test_two_ranks_share_the_heads_of_each_layer():
@@ -177,7 +197,16 @@ def test_a_long_prompt_costs_no_more_in_decoding_where_all_layers_keep_states():
             lambda: transformers.DbrxConfig(n_layers=2, attn_config={"rope_theta": 1e4, "clip_qkv": 8}),
             "stops the host .* it cannot be served",
         ),
-        (lambda: transformers.FalconConfig(num_hidden_layers=2), "does not run as a server runs it"),
+        (
+            lambda: transformers.FalconConfig(num_hidden_layers=2),
+            "takes no other kernels for the attention of Falcon.*: take cache='transformers'",
+        ),
+        (
+            lambda: transformers.BambaConfig(num_hidden_layers=2),
+            "does not run as a server runs it .*only contain LinearAttention",
+        ),
+        (lambda: transformers.XLNetConfig(n_layer=2), "XLNetLMHeadModel of transformers takes no cache"),
+        (lambda: transformers.Dots1Config(num_hidden_layers=2), "cannot be built .* its config may leave out a value"),
         (lambda: transformers.BloomConfig(), "takes no other kernels for the attention of BloomForCausalLM"),
     ],
 )

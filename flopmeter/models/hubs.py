@@ -149,7 +149,7 @@ def hub_config(name: str) -> Any:
         name = str(Path(name, "config.json"))
     if not name.endswith(".json"):
         if name in types:
-            return types[name]()
+            return _made(name, types[name])
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
             raise TargetError(
                 f"transformers knows no model type {name!r}; near to it: {_near(name, types.keys())} "
@@ -157,7 +157,7 @@ def hub_config(name: str) -> Any:
             )
         name = _file_of_the_hub(name)
     try:
-        values = json.loads(Path(name).read_text(encoding="utf-8"))
+        values = json.loads(Path(name).read_text(encoding="utf-8"), object_hook=_special_float)
         model_type = values["model_type"]
     except OSError as error:
         raise TargetError(f"{name} cannot be read: {error.strerror}") from error
@@ -167,7 +167,22 @@ def hub_config(name: str) -> Any:
         raise TargetError(f"{name} is no model config ({type(error).__name__}: {error})") from error
     if model_type not in types:
         raise TargetError(f"{name}: transformers knows no model type {model_type!r}; a newer version may")
-    return types[model_type].from_dict(values)
+    return _made(name, lambda: types[model_type].from_dict(values))
+
+
+def _made(name: str, make: Callable[[], Any]) -> Any:
+    """Whatever a check of transformers raises becomes one line."""
+    try:
+        return make()
+    except Exception as error:
+        raise TargetError(
+            f"{name}: transformers refuses this config ({type(error).__name__}: {' '.join(str(error).split())})"
+        ) from error
+
+
+def _special_float(values: dict[str, Any]) -> Any:
+    """transformers 5 saves an infinite number as {"__float__": "Infinity"}, which JSON has no other word for."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def _file_of_the_hub(name: str) -> str:

@@ -84,12 +84,33 @@ class Decoder:
     def _kept(self) -> tuple[KeptLayer, ...]:
         """What each layer keeps, as a step of one token shows."""
         cache = empty_cache(self.config, self.cache)
+        try:
+            kernels = self._first_step(cache)
+        except ServingError:
+            if self.cache == "paged" and replace(self, cache="transformers")._runs():
+                raise ServingError(self._no_kernels) from None
+            raise
+        kept = kept_in(cache)
+        self._check(kept, kernels)
+        return kept
+
+    def _first_step(self, cache: Any) -> Sequence[Kernel]:
         with _in_one_line(f"{self.title} of transformers does not run as a server runs it"):
             with FlopMeter(routing="independent", checks="hold") as meter:
                 self._run(cache, 1, 1, 1)
-        kept = kept_in(cache)
-        self._check(kept, meter.report().kernels)
-        return kept
+        return meter.report().kernels
+
+    def _runs(self) -> bool:
+        with contextlib.suppress(ServingError):
+            return bool(self._first_step(empty_cache(self.config, self.cache)))
+        return False
+
+    @property
+    def _no_kernels(self) -> str:
+        return (
+            f"transformers takes no other kernels for the attention of {self.title}, so that a paged cache cannot be"
+            " read: take cache='transformers'"
+        )
 
     def _check(self, kept: Sequence[KeptLayer], kernels: Sequence[Kernel]) -> None:
         """Raises ServingError where a step is not that of a server."""
@@ -97,10 +118,7 @@ class Decoder:
             raise ServingError(f"{self.title} keeps nothing in the cache that it is given: it cannot be served")
         has_kernel = any(kernel.op.packet is aten._flash_attention_forward for kernel in kernels)
         if self.cache == "paged" and any(layer.elements for layer in kept) and not has_kernel:
-            raise ServingError(
-                f"transformers takes no other kernels for the attention of {self.title}, so that a paged cache cannot"
-                " be read: take cache='transformers'"
-            )
+            raise ServingError(self._no_kernels)
         if self.cache == "paged" and any(map(_runs_all_experts, kernels)):
             raise ServingError(
                 f"a step of {self.title} of transformers runs every expert on every token, which no server does: it"
@@ -117,7 +135,10 @@ class Decoder:
     def _cache_argument(self) -> str:
         """Models without attention have a name of their own for it; transformers 5.24 has a shorter one."""
         known = inspect.signature(self._language.forward).parameters
-        return next(name for name in ("cache_params", "cache", "past_key_values") if name in known)
+        for name in ("cache_params", "cache", "past_key_values"):
+            if name in known:
+                return name
+        raise ServingError(f"{self.title} of transformers takes no cache that a server could hold: it cannot be served")
 
     @property
     def _latent_layers(self) -> list[Any]:
@@ -190,7 +211,10 @@ def _in_one_line(what: str) -> Iterator[None]:
     except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, ServingError | TargetError | DataDependentError):
             raise
-        raise ServingError(f"{what} ({type(error).__name__}: {str(error).partition(chr(10))[0]})") from error
+        why = f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        if isinstance(error, TypeError):
+            why += ": its config may leave out a value that it needs, as the defaults of some types do"
+        raise ServingError(f"{what} {why}") from error
 
 
 def _config_of(target: Any) -> Any:
