@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -24,9 +26,14 @@ class Mixes(nn.Module):
 
 
 def report_of(need_weights: bool, device: str, reads: bool = False):
+    return report_of_two(lambda: Mixes(need_weights, reads), 1024, device)
+
+
+def report_of_two(make: Callable[[], nn.Module], length: int, device: str):
+    """Of two such layers in training, on 16 texts of that length."""
     with torch.device("meta"):
-        net = nn.Sequential(*[Mixes(need_weights, reads) for _ in range(2)]).bfloat16()
-        x = torch.empty(16, 1024, 1024, dtype=torch.bfloat16)
+        net = nn.Sequential(make(), make()).bfloat16()
+        x = torch.empty(16, length, 1024, dtype=torch.bfloat16)
     with FlopMeter(device) as meter:
         net(x).sum().backward()
     return meter.report()
@@ -74,12 +81,7 @@ CAUSAL = create_block_mask(lambda batch, head, query, key: query >= key, None, N
 
 
 def report_of_capped(how: str, device: str):
-    with torch.device("meta"):
-        net = nn.Sequential(*[Capped(how) for _ in range(2)]).bfloat16()
-        x = torch.empty(16, 2048, 1024, dtype=torch.bfloat16)
-    with FlopMeter(device) as meter:
-        net(x).sum().backward()
-    return meter.report()
+    return report_of_two(lambda: Capped(how), 2048, device)
 
 
 @pytest.mark.parametrize("device", ["h100-sxm5-80gb", "a100-sxm4-80gb"])

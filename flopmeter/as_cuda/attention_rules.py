@@ -136,14 +136,14 @@ def _has_dense_rows(call: SdpaCall, *, unless_single: bool) -> bool:
     return mask_is_dense and (is_single or all(tensor.strides[-1] == 1 for tensor in call.qkv))
 
 
-def _is_half(call: SdpaCall) -> bool:
+def is_half(call: SdpaCall) -> bool:
     return call.query.dtype in (torch.float16, torch.bfloat16)
 
 
 def half_on_ampere_or_later(call: SdpaCall) -> bool:
     """A rule that flash and cuDNN share."""
-    is_half = 80 <= call.sm <= 121 and _is_half(call)
-    return is_half and _is_well_formed(call) and _has_dense_rows(call, unless_single=True)
+    can_run = 80 <= call.sm <= 121 and is_half(call)
+    return can_run and _is_well_formed(call) and _has_dense_rows(call, unless_single=True)
 
 
 def equal_heads(call: SdpaCall) -> bool:
@@ -185,7 +185,7 @@ def flash_takes(call: SdpaCall) -> bool:
 
 def gemm_alignment(call: SdpaCall) -> int:
     """Rows of the matmul must be a multiple of this number of elements: 16 bytes if tensor cores run it."""
-    on_tensor_cores = call.sm >= 80 or (call.sm >= 70 and _is_half(call))
+    on_tensor_cores = call.sm >= 80 or (call.sm >= 70 and is_half(call))
     return 128 // (8 * call.query.dtype.itemsize) if on_tensor_cores else 1
 
 

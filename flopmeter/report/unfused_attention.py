@@ -22,6 +22,7 @@ from flopmeter.as_cuda.attention_rules import (
     Operand,
     SdpaCall,
     choose,
+    is_half,
     rules_for,
 )
 from flopmeter.costs import kernels_of
@@ -168,7 +169,7 @@ def _found(call: SdpaCall, repairs: tuple[_Repair, ...], changed: SdpaCall, back
     return Unfused(
         heads=call.query.shape[-3],
         lengths=(call.query.shape[-2], call.key.shape[-2]),
-        is_half=call.query.dtype in (torch.float16, torch.bfloat16),
+        is_half=is_half(call),
         why=", and ".join(repair.why for repair in repairs),
         remedy=", and ".join(repair.remedy for repair in repairs),
         backend=backend,

@@ -42,7 +42,7 @@ def _from_shared_memory(shape: Convolution, implicit: Matmul, moved: MatmulBytes
     takes two (`wgrad_indexed`: 64 columns for 64 channels). Its depth are pixels, whose channels lie side by side:
     `wgmma` transposes operands of 16 bits itself; those of 32 bits leave shared memory and return transposed first."""
     if shape.computes == "filter gradient":
-        positions = prod(shape.kernel) if shape.channels * moved.item_bytes > constants.PADDED_BYTES else 1
+        positions = 1 if _loads_pixels(shape, moved.item_bytes) else prod(shape.kernel)
         implicit = Matmul(positions, implicit.m, implicit.n // positions, implicit.k)
         if moved.item_bytes == constants.TF32_BYTES:
             rates = rates._replace(kernels=rates.kernels._replace(shared_memory_passes=3))
@@ -184,13 +184,18 @@ def _padded_channels(planes: Planes, item_bytes: float) -> int:
 def _by_pixels(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> float:
     """Seconds that the threads of an implicit GEMM take to load pixels of few channels, each by itself; 0 where a load
     takes no more than a part of a pixel."""
-    if shape.channels * item_bytes > constants.PADDED_BYTES or implicit.batch > 1:
+    if not _loads_pixels(shape, item_bytes) or implicit.batch > 1:
         return 0.0
     positions, side = prod(shape.kernel), constants.FULL_TILE_SIDE
     images, filters = (implicit.k, implicit.m) if shape.computes == "filter gradient" else (implicit.m, implicit.n)
     loads = positions * (images * ceil(filters / side) + filters * ceil(images / side))
     cycles = loads * constants.PIXEL_LOAD_CYCLES[shape.computes] / hardware.sm_count
     return cycles_to_seconds(cycles, hardware)
+
+
+def _loads_pixels(shape: Convolution, item_bytes: float) -> bool:
+    """Whether all channels of a pixel come by one load."""
+    return shape.channels * item_bytes <= constants.PADDED_BYTES
 
 
 def _is_first_of_resnet(shape: Convolution, implicit: Matmul, dtype: str) -> bool:

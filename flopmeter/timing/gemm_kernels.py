@@ -219,10 +219,11 @@ def gemm_kernels(
     if peak.unit != "matrix":
         return SIMT
     capability = hardware.compute_capability or _ASYNCHRONOUS_COPIES
+    is_hopper = capability[0] == min(_WARP_SPECIALIZED_MAJORS)
     if convolves:
-        return WARP_SPECIALIZED_CONVOLUTIONS if capability[0] == min(_WARP_SPECIALIZED_MAJORS) else CONVOLUTIONS
+        return WARP_SPECIALIZED_CONVOLUTIONS if is_hopper else CONVOLUTIONS
     if capability[0] in _WARP_SPECIALIZED_MAJORS:
-        return WARP_SPECIALIZED if capability[0] == min(_WARP_SPECIALIZED_MAJORS) else ON_TWO_SMS
+        return WARP_SPECIALIZED if is_hopper else ON_TWO_SMS
     if capability < _ASYNCHRONOUS_COPIES:
         return SYNCHRONOUS_MMA
     return HALF_RATE_MMA if hardware.matrix_fp16_accumulate_tflop_per_s else MMA

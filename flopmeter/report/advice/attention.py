@@ -354,7 +354,7 @@ def _fused(trace: Trace, attention: Materialised, device: Hardware) -> dict[int,
     backend = backend_of(qkv, device, is_causal=is_causal, dropout=dropout, bias=bias)
     return {
         place: fused(op, qkv, result, sums, backend, is_causal=is_causal, dropout=dropout, bias=bias)
-        for place, op in _ends(trace, attention)
+        for place, op in ends(trace, attention)
     }
 
 
@@ -369,7 +369,7 @@ def _flexed(trace: Trace, attention: Materialised, device: Hardware) -> dict[int
         on_scores = _on_scores(trace, attention, backward=op.phase == "backward")
         return body_of(on_scores, queries, keys, device, is_causal=attention.is_causal)
 
-    return {place: flexed(op, qkv, result, sums, body(op)) for place, op in _ends(trace, attention)}
+    return {place: flexed(op, qkv, result, sums, body(op)) for place, op in ends(trace, attention)}
 
 
 def _on_scores(trace: Trace, attention: Materialised, *, backward: bool) -> list[Op]:
@@ -389,13 +389,18 @@ def _around_kernel(trace: Trace, attention: Materialised) -> tuple[Operands, Ten
     """q, k and v; the result; and the sum of each row's exponentials."""
     qkv = _operands(trace, attention)
     out = trace.ops[attention.values].outputs[0]
-    *heads, queries, _ = qkv[0].shape
-    result = dense((*heads, queries, qkv[2].shape[-1]), out.dtype, out.device)._replace(storage=out.storage)
-    sums = dense((*heads, queries), torch.float32, out.device)
-    return qkv, result, sums._replace(storage=attention.softmax.storage)  # which no other op touches any more
+    return qkv, *results(qkv, out.dtype, out.storage, attention)
 
 
-def _ends(trace: Trace, attention: Materialised) -> list[tuple[int, Op]]:
+def results(qkv: Operands, dtype: torch.dtype, storage: int, attention: Materialised) -> tuple[TensorSpec, TensorSpec]:
+    """What a fused kernel makes of q, k and v: the result, in that storage, and the sum of each row's exponentials."""
+    (*heads, queries, _), device = qkv[0].shape, qkv[0].device
+    result = dense((*heads, queries, qkv[2].shape[-1]), dtype, device)._replace(storage=storage)
+    sums = dense((*heads, queries), torch.float32, device)
+    return result, sums._replace(storage=attention.softmax.storage)  # which no other op touches any more
+
+
+def ends(trace: Trace, attention: Materialised) -> list[tuple[int, Op]]:
     """The ops in whose places the fused ones stand: the last of the forward pass, and of the backward pass if there is
     one."""
     backward = [index for index in attention.ops if trace.ops[index].phase == "backward"]

@@ -12,13 +12,16 @@ from typing import NamedTuple
 
 import torch
 
+from flopmeter.costs.access import HALVES
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.attention import (
     PRODUCTS,
     Materialised,
     around,
+    ends,
     is_view,
     makers_of_masks,
+    results,
     uses_of,
     views_of_nothing,
 )
@@ -28,8 +31,6 @@ from flopmeter.report.advice.rewrite import Mark, are_in_torch, in_templates, wi
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import Unfused
 from flopmeter.torch_names.operators import aten
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class _MathPath(NamedTuple):
@@ -164,7 +165,7 @@ def _step(op: Op) -> str:
         return ""
     if len(types) == 1:
         return "copy"
-    return "cast" if torch.float32 in types and types & set(_HALVES) else ""
+    return "cast" if torch.float32 in types and types & set(HALVES) else ""
 
 
 def _fused(trace: Trace, path: _MathPath) -> dict[int, Op]:
@@ -181,19 +182,14 @@ def _fused(trace: Trace, path: _MathPath) -> dict[int, Op]:
         for operand, source in zip(call.qkv, sources, strict=True)
     ]
     assert len(qkv) == 3
-    result = _result(trace, path)
-    *heads, queries, _ = qkv[0].shape
-    out = dense((*heads, queries, qkv[2].shape[-1]), qkv[0].dtype, device)._replace(storage=result)
-    sums = dense((*heads, queries), torch.float32, device)._replace(storage=attention.softmax.storage)
-    backward = [index for index in path.ops if trace.ops[index].phase == "backward"]
-    places = [attention.values, *([max(backward)] if backward else ())]
-    bias = _bias(trace, attention, call, (*heads, *call.lengths))
+    out, sums = results((qkv[0], qkv[1], qkv[2]), qkv[0].dtype, _result(trace, path), attention)
+    bias = _bias(trace, attention, call, (*qkv[0].shape[:-2], *call.lengths))
     return {
         place: fused(
-            trace.ops[place], (qkv[0], qkv[1], qkv[2]), out, sums, call.backend, is_causal=call.is_causal,
+            op, (qkv[0], qkv[1], qkv[2]), out, sums, call.backend, is_causal=call.is_causal,
             dropout=call.dropout_p, bias=bias,
         )
-        for place in places
+        for place, op in ends(trace, attention._replace(ops=path.ops))
     }  # fmt: skip
 
 

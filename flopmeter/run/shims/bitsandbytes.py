@@ -10,7 +10,7 @@ input and multiplies on the int8 unit ('LLM.int8()', arXiv 2208.07339).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -194,11 +194,15 @@ def int8_vectorwise_quant(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Te
     return (*_quantize_rows(A), None)
 
 
-class Params4bit(nn.Parameter):
-    """A weight that its layer quantises on the device, or that is packed already, as its `quant_state` says."""
+class _Weight(nn.Parameter):
+    """A parameter whose own options nn.Parameter does not know."""
 
-    def __new__(cls, data: Tensor, requires_grad: bool = False, *args: Any, **options: Any) -> Params4bit:
+    def __new__(cls, data: Tensor, requires_grad: bool = False, *args: Any, **options: Any) -> Self:
         return super().__new__(cls, data, requires_grad)
+
+
+class Params4bit(_Weight):
+    """A weight that its layer quantises on the device, or that is packed already, as its `quant_state` says."""
 
     def __init__(
         self,
@@ -218,11 +222,8 @@ class Params4bit(nn.Parameter):
         vars(self).update(self.settings)
 
 
-class Int8Params(nn.Parameter):
+class Int8Params(_Weight):
     """A weight that its layer quantises on the device: `SCB` are the scales of its rows."""
-
-    def __new__(cls, data: Tensor, requires_grad: bool = False, *args: Any, **options: Any) -> Int8Params:
-        return super().__new__(cls, data, requires_grad)
 
     def __init__(
         self,
