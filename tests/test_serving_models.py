@@ -15,7 +15,7 @@ from flopmeter.ask.serve.decoder import decoder  # noqa: E402
 from flopmeter.ask.serve.steps import StepModel  # noqa: E402
 from flopmeter.models.hubs import TargetError, model_of  # noqa: E402
 
-H100 = "h100-sxm5-80gb"
+H100, FLASH = "h100-sxm5-80gb", torch.ops.aten._flash_attention_forward
 SMALL = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 4000, "pad_token_id": 0,
@@ -68,6 +68,10 @@ CONFIGS = {
     ),
     "scans": lambda: transformers.JambaConfig(**SMALL, num_experts=2, mamba_dt_rank=16, attn_layer_offset=2),
 }  # fmt: skip
+if hasattr(transformers, "DoryConfig"):  # since 5.24
+    CONFIGS["layers in a loop"] = lambda: transformers.DoryConfig(
+        **SMALL, **WINDOWS, head_dim=32, n_input_layers=1, n_output_layers=1
+    )
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -77,6 +81,16 @@ def test_a_request_holds_what_transformers_own_cache_holds(kind):
     own_bytes = own_cache_bytes(CONFIGS[kind](), tokens)
     windows = sum(layer.elements for layer in own._kept if layer.most_tokens < tokens) * 2
     assert own.kv_bytes(tokens, 2) == own_bytes + windows
+
+
+@pytest.mark.skipif("layers in a loop" not in CONFIGS, reason="newer than this transformers")
+def test_layers_in_a_loop_attend_in_each_turn_to_what_that_turn_kept():
+    """Of 6 layers the 4 in the middle run twice: 10 times a new token attends to 512 and itself, or to a window."""
+    step = decoder(CONFIGS["layers in a loop"]()).step(1, 1, 512)
+    with FlopMeter(H100) as meter:
+        step()
+    attended = [op.call.inputs[1].shape[1] for op in meter.trace.ops if op.packet is FLASH]
+    assert attended == [513] * 10
 
 
 def test_a_config_that_transformers_saved_is_served_as_before_with_its_infinite_numbers(tmp_path):

@@ -63,7 +63,8 @@ def checkpoint_blocks(name: str, model: nn.Module) -> None:
     Models of transformers and timm do that themselves; in others the blocks are the outermost lists of two or more
     modules of one class. Raises TargetError for a model without such blocks.
     """
-    if callable(enable := getattr(model, "gradient_checkpointing_enable", None)):
+    of_transformers = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # since 5.24, and before
+    if callable(enable := next((getattr(model, name) for name in of_transformers if hasattr(model, name)), None)):
         enable({"use_reentrant": False})
     elif callable(enable := getattr(model, "set_grad_checkpointing", None)):
         enable()

@@ -6,6 +6,7 @@ cache of transformers' generate() is copied at each step. The states of linear a
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from importlib import import_module
@@ -73,18 +74,18 @@ def empty_cache(config: Any, kind: CacheKind) -> Any:
     return caches.Cache(layers=layers)
 
 
-def filled_cache(config: Any, kind: CacheKind, kept: Sequence[KeptLayer], batch: int, cached: int) -> Any:
-    """The same with `cached` tokens of each of `batch` sequences. `kept`: what a layer keeps of a sequence."""
-    cache = empty_cache(config, kind)
-    if cached:
-        for layer, of_layer in zip(cache.layers, kept, strict=True):
-            if hasattr(layer, "kept"):
-                layer.fill(cached)
-            for state in of_layer.states:
-                getattr(layer, state.held_in)[state.place] = torch.empty(
-                    batch, *state.shape, dtype=state.dtype, device="meta"
-                )
-                layer.has_previous_state[state.place] = True
+def filled_cache(kept: Sequence[KeptLayer], stepped: Any, batch: int, cached: int) -> Any:
+    """A cache with `cached` tokens of each of `batch` sequences. `kept`: what a layer keeps of a sequence; `stepped`:
+    an `empty_cache` after a step."""
+    cache = copy.deepcopy(stepped)
+    for layer, of_layer in zip(cache.layers, kept, strict=True):
+        if hasattr(layer, "kept"):
+            layer.fill(cached)
+        for state in of_layer.states:
+            getattr(layer, state.held_in)[state.place] = torch.empty(
+                batch, *state.shape, dtype=state.dtype, device="meta"
+            )
+            layer.has_previous_state[state.place] = True
     return cache
 
 

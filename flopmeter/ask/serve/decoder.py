@@ -80,9 +80,14 @@ class Decoder:
         elements = sum((min(cached, layer.most_old) + new) * layer.elements for layer in self._kept)
         return float(elements * self.model.dtype.itemsize) + self.state_bytes
 
-    @functools.cached_property
+    @property
     def _kept(self) -> tuple[KeptLayer, ...]:
-        """What each layer keeps, as a step of one token shows."""
+        return self._after_a_step[0]
+
+    @functools.cached_property
+    def _after_a_step(self) -> tuple[tuple[KeptLayer, ...], Any]:
+        """What each layer keeps, as a step of one token shows, and the cache after it: models that run layers in a loop
+        add a layer to it for each turn."""
         cache = empty_cache(self.config, self.cache)
         try:
             kernels = self._first_step(cache)
@@ -92,7 +97,7 @@ class Decoder:
             raise
         kept = kept_in(cache)
         self._check(kept, kernels)
-        return kept
+        return kept, cache
 
     def _first_step(self, cache: Any) -> Sequence[Kernel]:
         with _in_one_line(f"{self.title} of transformers does not run as a server runs it"):
@@ -148,7 +153,8 @@ class Decoder:
     def step(self, batch: int, new: int, cached: int, logits: int = 1) -> Callable[[], None]:
         """A run of `new` tokens of each of `batch` sequences after `cached` ones, whose keys and values are in the
         cache. The vocabulary is scored for the last `logits` tokens."""
-        cache = filled_cache(self.config, self.cache, self._kept, batch, cached)
+        kept, stepped = self._after_a_step  # in any case: it refuses what no server runs
+        cache = filled_cache(kept, stepped, batch, cached) if cached else empty_cache(self.config, self.cache)
         return lambda: self._run(cache, batch, new, logits)
 
     def _run(self, cache: Any, batch: int, new: int, logits: int) -> None:
