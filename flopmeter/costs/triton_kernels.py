@@ -51,9 +51,10 @@ def triton_kernel(call: Call) -> Cost:
         others = [op for op in body.ops if op.dot is None]
         flops = sum(_flops(op) or 0 for op in others)
         transcendentals = sum(op.number for op in others if _is_function(op.name))
-        products = [_product(op, body.programs) for op in body.ops if op.dot is not None]
-        if products:
-            dtype = _dtype(next(op for op in body.ops if op.dot is not None))
+        dots = [op for op in body.ops if op.dot is not None]
+        if dots:
+            products = [_product(op, body.programs) for op in dots]
+            dtype = _dtype(max(dots, key=lambda op: op.number))  # of most of its multiply-adds
             cost = make_contraction(
                 call, products, extra=((ELEMENTWISE, flops),), transcendentals=transcendentals, read=read,
                 written=written,

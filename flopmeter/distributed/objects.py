@@ -92,9 +92,8 @@ def answered(receive: functools.partial[Any], given: dict[str, Any], ranks: Rank
             given["scatter_object_output_list"][0] = objects[ranks.index(dist.get_rank())]
     elif is_needed:
         raise _of_another_rank(name)
-    else:
-        for known in open_ones()[-1:]:
-            known.assume.note(EQUAL_RANKS, name)
+    elif known := open_ones():
+        known[-1].assume.note(EQUAL_RANKS, name)
     return None
 
 

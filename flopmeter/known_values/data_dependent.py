@@ -80,7 +80,7 @@ def index(known: Knowledge, call: Invocation) -> Any:
             positions += _positions(known, item) if any(item is mask for mask in masks) else [item]
         call = known.rewritten(call, call.func, (features, positions, *call.args[2:]))
         result = known.replay(call)
-        known.groups = (next(item.numel() for item in positions if item is not None),)
+        known.groups = (torch.broadcast_shapes(*(item.shape for item in positions if item is not None)).numel(),)
         return result
     if not call.writes and call.func in GATHERS:
         raise DataDependentError(str(call.func))

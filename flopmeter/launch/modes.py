@@ -68,10 +68,9 @@ MODES: Mapping[str, LaunchMode] = {mode.name: mode for mode in ALL_MODES}
 
 def mode_called(name: object, error: type[ValueError] = ValueError) -> LaunchMode:
     """The mode of that name. Raises the error for an unknown name, whatever type it has."""
-    found = next((mode for mode in ALL_MODES if mode.name == name), None)
-    if found is None:
+    if not isinstance(name, str) or name not in MODES:
         raise error(f"unknown mode {name!r}; known: {', '.join(MODES)}")
-    return found
+    return MODES[name]
 
 
 def modes_beyond(name: str) -> list[LaunchMode]:

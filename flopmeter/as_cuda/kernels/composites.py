@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from flopmeter.as_cuda.emulation import DispatcherKernel, Emulation
-from flopmeter.records.dtypes import CPP_NAMES
 from flopmeter.records.memory_format import CHANNELS_LAST
 from flopmeter.torch_names import dispatcher
 
@@ -27,12 +26,6 @@ BATCH_NORM_MAX_BATCH_EVAL = 65535
 """Largest batch of cuDNN's spatial batch norm in evaluation (the same function)."""
 LAYER_NORM_REFUSES_MIXED_TYPES = (2, 14)
 """The first torch whose layer norm raises on simulated CUDA tensors when it does on CUDA."""
-TYPE_NAMES = {
-    dtype: name.removeprefix("c10::").replace("float", "Float").replace("double", "Double")
-    for name, dtype in CPP_NAMES.items()
-    if dtype.is_floating_point
-}
-"""As torch's errors write them."""
 INT32_MAX = 2**31 - 1
 """cuDNN's batch norm indexes elements with 32 bits."""
 
@@ -145,7 +138,8 @@ def layer_norm(
 
 
 def _type_name(dtype: torch.dtype) -> str:
-    return TYPE_NAMES.get(dtype, str(dtype))
+    """As torch's errors write it: Half, Long."""
+    return torch.empty(0, dtype=dtype, device="cpu").type().removeprefix("torch.").removesuffix("Tensor")
 
 
 def batch_norm(

@@ -177,12 +177,13 @@ def _sorted_alone(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
 def _sorted_together(call: Call, rows: int) -> tuple[Cost, ...]:
     """Sorts all rows together, first by value and then by row. Each element carries the numbers of its row and of its
     place in it, and finally looks up its value."""
-    x, (_, places) = call.inputs[0], _results(call)
+    x, (values, places) = call.inputs[0], _results(call)
     pairs = scratch(places, 3)  # two numbers of four bytes
     by_row = radix_sort(call, scratch(places, 2), None, ceil(log2(rows)))
     looked_up = make_cost(
-        call, SORTING, read=(scratch(places), x), access="gather", index_operations=LOOK_UP_OPERATIONS * x.numel
-    )
+        call, SORTING, read=(scratch(places), x), written=(values, places), access="gather",
+        index_operations=LOOK_UP_OPERATIONS * x.numel,
+    )  # fmt: skip
     return _numbers(call, pairs), *radix_sort(call, x, pairs, bits_of(x)), *by_row, looked_up
 
 

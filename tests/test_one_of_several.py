@@ -1,0 +1,140 @@
+"""Where one of several stands for all of them in nearly every call, or an error is caught: the calls that tell."""
+
+from __future__ import annotations
+
+import linecache
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from costs_support import call_by_hand, costs_in, meta
+from torch import Tensor, nn
+
+from flopmeter import DataDependentError, FlopMeter, on_meta
+from flopmeter.as_cuda.target import CudaTarget
+from flopmeter.costs import costs_of
+from flopmeter.records import MOVEMENT
+from flopmeter.torch_names.own_operators import own
+from flopmeter.trace.mixed_devices import MixedDevicesError
+from flopmeter.trace.ttir import body_of
+
+H100 = "h100-sxm5-80gb"
+aten = torch.ops.aten
+
+
+@dataclass
+class Pair:
+    ids: Tensor
+    mask: Tensor
+
+
+def test_every_tensor_of_a_dataclass_goes_to_meta():
+    twin = on_meta(Pair(torch.arange(3), torch.ones(3)))
+    assert twin.ids.is_meta
+    assert twin.mask.is_meta
+
+
+def test_a_mask_picks_in_any_of_the_dimensions():
+    with FlopMeter(H100):
+        mask = torch.tensor([True, False, True, True]).to("meta")
+        assert meta(5, 4, 2)[:, mask].shape == (5, 3, 2)
+        assert meta(5, 4, 2)[torch.tensor([1]).to("meta"), mask].shape == (3, 2)
+
+
+@pytest.mark.parametrize("minor", [-1, 10])
+def test_a_capability_whose_second_number_has_no_digit_is_refused(minor):
+    with pytest.raises(ValueError, match="none that PyTorch runs on"):
+        CudaTarget((9, minor))
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="2.15 keeps what lies like its result")
+def test_group_norm_copies_matrices_whose_columns_are_dense():
+    """A product would take them as they are."""
+    costs = costs_in(lambda: F.group_norm(meta(2, 4, 8, 16).transpose(2, 3), 2))
+    assert sum(cost.op_class == MOVEMENT for cost in costs) == 1
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="2.15 lets one head of values serve all")
+def test_values_with_one_head_for_all_queries_take_no_memory_efficient_kernel():
+    q, v = meta(1, 4, 256, 64), meta(1, 1, 256, 64)
+    with FlopMeter(H100) as meter:
+        F.scaled_dot_product_attention(q, q, v)
+    assert not any("efficient" in op.call.name for op in meter.trace.ops)
+
+
+def test_a_tensor_of_numbers_of_which_one_is_unknown_is_unknown():
+    with FlopMeter(H100):
+        made = torch.tensor([meta(4).sum(), 2.0], device="meta")
+        with pytest.raises(DataDependentError):
+            made.tolist()
+
+
+def test_known_numbers_beside_a_tensor_that_was_left_on_the_cpu_are_one_error():
+    with pytest.raises(MixedDevicesError, match=r"mixes"), FlopMeter(H100):
+        torch.arange(4, device="meta") + torch.ones(4)
+
+
+def test_a_buffer_whose_initializer_fails_stays_unknown():
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("index", torch.arange(4), persistent=False)
+
+        def _init_weights(self, module: nn.Module) -> None:
+            module.index.copy_(torch.arange(4))
+            raise AttributeError("what a copy of the module does not have")
+
+        def forward(self) -> int:
+            return int(self.index[3])
+
+    with torch.device("meta"):
+        model = Positions()
+    with FlopMeter(H100), pytest.raises(DataDependentError):
+        model()
+
+
+def test_a_source_that_was_edited_while_the_program_runs_tells_no_numbers():
+    """Where the subscript stood there is half of a call now: the numbers stay unknown, and the program runs."""
+    name, program = "edited.py", "picked = x[[2, 3]]\n"
+    linecache.cache[name] = (len(program), None, ["picked = f((1, 2\n"], name)
+    with FlopMeter(H100):
+        names = {"x": torch.arange(5, device="meta")}
+        exec(compile(program, name, "exec"), names)
+        assert names["picked"].shape == (2,)
+        with pytest.raises(DataDependentError):
+            names["picked"].tolist()
+
+
+TWO_PRODUCTS = """
+module {{
+  tt.func public @both(%arg0: !tt.ptr<f16>) attributes {{noinline = false}} {{
+    %1 = tt.dot %a, %b, %c, inputPrecision = tf32 : tensor<{first}> * tensor<{first}> -> tensor<32x32xf32>
+    %2 = tt.dot %d, %e, %f, inputPrecision = tf32 : tensor<{second}> * tensor<{second}> -> tensor<64x64xf32>
+    tt.store %p, %2 : tensor<64x64x!tt.ptr<f32>>
+    tt.return
+  }}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "dtype"), [("32x32xf32", "64x64xf16", "fp16"), ("32x32xf16", "64x64xf32", "tf32")]
+)
+def test_a_triton_kernel_multiplies_in_the_type_of_most_of_its_work(first, second, dtype):
+    body = body_of("both", TWO_PRODUCTS.format(first=first, second=second), (1,), (None,))
+    (cost,) = costs_of(replace(call_by_hand(own.triton_kernel.default, (meta(64, 64),), ()), body=body))
+    assert cost.dtype == dtype
+
+
+def test_a_sort_whose_places_nobody_reads_writes_them_all_the_same():
+    """Few long rows are sorted together and look up values and places at last (Sort.cu), whatever a graph keeps."""
+
+    def last_of(program):
+        with FlopMeter(H100) as meter:
+            program(meta(4, 100_000))
+        return meter.report(mode="compiled").kernels[-1].cost
+
+    values_and_places = 4 * 100_000 * (4 + 8)
+    assert last_of(torch.sort).bytes_written == values_and_places
+    assert last_of(torch.compile(lambda x: torch.sort(x).values)).bytes_written == values_and_places
