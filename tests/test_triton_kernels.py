@@ -239,6 +239,12 @@ def add(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def copied(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < n).to(out.dtype.element_ty), mask=i < n)
+
+
+@triton.jit
 def scale(x_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(x_ptr + at, tl.load(x_ptr + at, mask=at < n) * 3.0, mask=at < n)
@@ -376,6 +382,14 @@ def test_a_launch_reads_and_writes_what_torch_finds(kernels):
 def test_what_is_updated_in_place_is_read_and_written(kernels):
     (cost,) = costs(lambda: kernels.scale[lambda arguments: (4,)](meta(4096), 4096, BLOCK=1024))
     assert (cost.bytes_read, cost.bytes_written, cost.flops) == (8192, 8192, 4096)
+
+
+@needs_triton
+def test_a_launch_takes_the_eight_bit_floats_that_ada_and_newer_have(kernels):
+    """e4m3 numbers, one byte each."""
+    x, out = meta(4096), meta(4096, dtype=torch.float8_e4m3fn)
+    (cost,) = costs(lambda: kernels.copied[(4,)](x, out, 4096, BLOCK=1024))
+    assert (cost.bytes_read, cost.bytes_written) == (8192, 4096)
 
 
 @needs_triton

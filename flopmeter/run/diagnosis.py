@@ -291,7 +291,6 @@ CUDA_EXTENSIONS = {
     **{package: f"let flopmeter stand in with --shim {package}" for package in SHIMS},
     "triton": "pip install triton, which works without a GPU",
     "deepspeed": "pip install deepspeed, whose engine runs without its kernels, or use DDP or FSDP2",
-    "flash_attn_interface": "use scaled_dot_product_attention, or flash_attn with --shim flash_attn",
     "transformer_engine": "use torch's own layers; for fp8 those of torchao.float8 (pip install torchao)",
     "vllm": "use flopmeter serve, which predicts what a server of a model costs",
 }

@@ -28,7 +28,7 @@ from flopmeter.torch_names.shared_patch import SharedPatch
 from flopmeter.trace.ttir import body_of
 
 LAUNCH = Overloads(own).triton_kernel.default
-_CAPABILITY = 80  # TTIR is the same for all capabilities
+_CAPABILITY = 90  # TTIR is the same for all capabilities, but those before 89 lack a type of 8 bits (e4m3)
 _WARP = 32
 FIRST_CONFIGURATION = "the first configuration of an autotuned kernel"
 
