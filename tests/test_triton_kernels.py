@@ -325,6 +325,12 @@ def doubled(x_ptr, out_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def doubled_by_host(x, out, BM: tl.constexpr, BN: tl.constexpr):
+    at = [tl.program_id(0) * BM, tl.program_id(1) * BN]
+    out.store(at, x.load(at) + x.load(at))
+
+
+@triton.jit
 def tanh(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + at, libdevice.tanh(tl.load(x_ptr + at, mask=at < n)), mask=at < n)
@@ -459,6 +465,17 @@ def test_tiles_that_descriptors_load_and_store_are_counted_as_those_of_pointers(
     assert cost.op_class != "uncounted"
     assert cost.flops == is_float * tiles
     assert (cost.bytes_read, cost.bytes_written) == ((2 * 4 * tiles, 4 * tiles) if is_float else (4 << 20, 4 << 20))
+
+
+@needs_triton
+def test_descriptors_that_the_host_makes_are_counted_as_those_that_a_kernel_makes(kernels):
+    """As above: what is stored is written alone, what is loaded read."""
+    made = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor
+    x, out = (made(meta(1024, 1024, dtype=torch.float32), [64, 128]) for _ in range(2))
+    for _ in range(2):  # the second is known
+        (cost,) = costs(lambda: kernels.doubled_by_host[(2, 8)](x, out, BM=64, BN=128))
+        assert cost.flops == 16 * 64 * 128
+        assert (cost.bytes_read, cost.bytes_written) == (2 * 4 * cost.flops, 4 * cost.flops)
 
 
 @needs_triton

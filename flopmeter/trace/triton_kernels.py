@@ -23,7 +23,14 @@ from flopmeter.records import TritonBody
 from flopmeter.records.bodies import ATOMICS
 from flopmeter.torch_names.operators import Overloads
 from flopmeter.torch_names.own_operators import own
-from flopmeter.torch_names.private import TRITON, TRITON_ACCESSED, TRITON_TTIR, lost, no_dispatch_modes
+from flopmeter.torch_names.private import (
+    HOST_DESCRIPTORS,
+    TRITON,
+    TRITON_ACCESSED,
+    TRITON_TTIR,
+    lost,
+    no_dispatch_modes,
+)
 from flopmeter.torch_names.shared_patch import SharedPatch
 from flopmeter.trace.ttir import body_of
 
@@ -103,6 +110,8 @@ def _install() -> ExitStack:
 
     undo.enter_context(mock.patch.object(jit.JITFunction, "run", run_or_record))
     undo.enter_context(mock.patch.object(autotuner.Autotuner, "run", tune_or_record))
+    if HOST_DESCRIPTORS.present():  # torch asks the driver, and else takes no kernel's word for what it writes by them
+        undo.enter_context(mock.patch.object(HOST_DESCRIPTORS.owner, HOST_DESCRIPTORS.attribute, lambda: True))
     return undo
 
 
@@ -119,7 +128,8 @@ def first_configuration(tuner: Any, *recorders: KernelRecorder) -> Any:
 
 def _metering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[KernelRecorder, KnownValues | None]]:
     """Who records a launch with these arguments."""
-    if not any(isinstance(each, Tensor) and each.is_meta for each in (*args, *kwargs.values())):
+    tensors = map(_tensor_of, (*args, *kwargs.values()))
+    if not any(tensor is not None and tensor.is_meta for tensor in tensors):
         return []
     return [listener for listener in _listeners if listener[0].is_on()]
 
@@ -143,7 +153,7 @@ def _record(
     found = _known.get(key)
     if found is None:
         found = _known[key] = analysed(kernel, arguments, size)
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    tensors = {name: tensor for name, value in arguments.items() if (tensor := _tensor_of(value)) is not None}
     read, written, updated = found.by_use(tensors)
     for recorder, values in listeners:
         with no_dispatch_modes():
@@ -154,7 +164,19 @@ def _record(
 
 def _described(value: Any) -> Any:
     """The part of an argument that the generated code depends on."""
-    return value.dtype if isinstance(value, Tensor) else (type(value), value)
+    tensor, tile = _tensor_of(value), _tile_of(value)
+    return (type(value), value) if tensor is None else (tensor.dtype, tile and tuple(tile))
+
+
+def _tensor_of(value: Any) -> Tensor | None:
+    """The tensor that an argument is, or that a descriptor made on the host tells the kernel of."""
+    tensor = value if _tile_of(value) is None else value.base
+    return tensor if isinstance(tensor, Tensor) else None
+
+
+def _tile_of(value: Any) -> list[int] | None:
+    """How many numbers a descriptor (triton.tools.tensor_descriptor) loads or stores at once, by dimension."""
+    return value.block_shape if type(value).__name__ == "TensorDescriptor" else None
 
 
 def analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> Analysed:
@@ -164,11 +186,12 @@ def analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) -
         raise NotImplementedError(f"a Triton kernel cannot be metered with torch {torch.__version__}: {missing[0]}")
     with no_modes(), without_device():
         real = {
-            name: torch.empty(2, dtype=value.dtype, device="cpu") if isinstance(value, Tensor) else value
+            name: value if (tensor := _tensor_of(value)) is None else torch.empty(2, dtype=tensor.dtype, device="cpu")
             for name, value in arguments.items()
         }
-        module, names = TRITON_TTIR.value(kernel, dict(real), {})
-        uses = TRITON_ACCESSED.value(kernel, dict(real), {}).read_writes
+        tiles = {name: ("stable", (tile,)) for name, value in arguments.items() if (tile := _tile_of(value))}
+        module, names = TRITON_TTIR.value(kernel, dict(real), tiles)
+        uses = TRITON_ACCESSED.value(kernel, dict(real), tiles).read_writes
         text = module.str_nodebug() if hasattr(module, "str_nodebug") else str(module)
         body = body_of(kernel.fn.__name__, text, grid, [arguments.get(name) for name in names])
     read, written = (frozenset(dep.name for dep in deps) for deps in (uses.reads, uses.writes))
