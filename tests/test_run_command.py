@@ -131,6 +131,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("raise RuntimeError('there is no internet connection')", 1, "the script needs its data and weights"),
         ("import cv2_nowhere", 1, "(pip install cv2_nowhere)"),
         ("raise ModuleNotFoundError('', name='patoolib.x')", 1, "(pip install patool)"),
+        ("raise ModuleNotFoundError('', name='serial')", 1, "(pip install pyserial)"),
         ("import subprocess; subprocess.run(['no-such-program'])", 1, "starts no-such-program, which is not installed"),
         (STARTS_PYTHON, 1, "starts another Python, which is not metered: flopmeter run nowhere.py --x"),
         ("from .config import width", 1, "flopmeter run -m package.module, in the folder of the package"),
@@ -172,6 +173,18 @@ def test_of_a_package_that_fails_within_a_folder_of_its_own_the_first_rank_tells
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["run", "--", "torchrun", "--nproc-per-node", "2", script("import half")]) == 1
     assert "pip install no_such_package" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_script_that_reports_its_error_itself_and_exits_is_told_what_to_do_about_the_error(script, capsys):
+    """As Hydra's programs do, which print the traceback and exit with 1."""
+    exits = "import sys\ntry:\n    main()\nexcept Exception:\n    print('my own words')\n    sys.exit(3)\n"
+    guesses = "import torch\ndef main():\n    x = torch.randn(4, device='cuda')\n    x[x > 0]\n"
+    assert main(["run", script(guesses + exits)]) == 3
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "train.py left with exit code 3 after DataDependentError: " in told
+    assert "--mask-fraction 0.5" in told
+    assert main(["run", script("def main():\n    raise ValueError\n" + exits)]) == 3
+    assert capsys.readouterr().err.splitlines()[-1].endswith("train.py left with exit code 3 after ValueError")
 
 
 def test_an_error_without_a_key_is_the_scripts_own(script, capsys):

@@ -33,7 +33,12 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
     if isinstance(error, KeyboardInterrupt):
         return f"{script.name} was interrupted: the report is of what ran until then"
     if isinstance(error, SystemExit):
-        return f"{script.name} left with exit code {ending.code}{_stray_options(script)}"
+        head = f"{script.name} left with exit code {ending.code}{_stray_options(script)}"
+        reported = _telling(error.__context__)  # as Hydra does: it prints the error, and exits
+        if not isinstance(reported, Exception):
+            return head
+        known = _by_class(reported) or _not_to_be_had(reported, script)
+        return f"{head} after {type(reported).__name__}" + (f": {known}" if known else "")
     if known := _by_class(error) or _not_to_be_had(error, script):
         return f"{head}: {known}"
     if guessed:
@@ -229,7 +234,7 @@ NAMED_OTHERWISE = {
     "dateutil": "python-dateutil", "dotenv": "python-dotenv", "faiss": "faiss-cpu", "fitz": "pymupdf", "git":
     "GitPython", "google": "protobuf", "hydra": "hydra-core", "open_clip": "open-clip-torch", "opentelemetry":
     "opentelemetry-sdk", "ot": "POT", "patoolib": "patool",
-    "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn", "skvideo": "sk-video",
+    "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn", "skvideo": "sk-video", "serial": "pyserial",
     "tap": "typed-argument-parser", "umap": "umap-learn", "websocket": "websocket-client", "yaml": "PyYAML",
 }  # fmt: skip
 """What pip calls a package whose modules have another name. Source: the metadata of each on the package index."""
