@@ -600,6 +600,26 @@ def test_a_compiled_function_launches_the_kernel_in_its_own_graph(kernels, is_op
 
 
 @needs_triton
+def test_a_compiled_function_passes_descriptors_of_the_host_to_the_kernel(kernels):
+    """16 programs of 64 x 128 numbers, each loaded twice and stored once, between two kernels of inductor's."""
+    made = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor
+
+    def program(x):
+        x = x.sin()
+        out = torch.empty_like(x)
+        kernels.doubled_by_host[lambda meta: (16, 8)](made(x, [64, 128]), made(out, [64, 128]), BM=64, BN=128)
+        return out.exp()
+
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        torch.compile(program, fullgraph=True)(meta(1024, 1024, dtype=torch.float32))
+    report = meter.report()
+    costs = [kernel.cost for kernel in report.kernels if kernel.op.graph is not None]
+    assert [cost.name for cost in costs] == ["sin", "doubled_by_host", "exp"], report.explain_compile()
+    assert [(cost.flops, cost.bytes_written) for cost in costs] == [(1 << 20, 4 << 20)] * 3
+    assert not report.uncounted
+
+
+@needs_triton
 def test_a_compiled_function_differentiates_through_the_kernel(kernels):
     def program():
         x, y = meta(4096, requires_grad=True), meta(4096, requires_grad=True)

@@ -8,7 +8,7 @@ Until: Triton launches on tensors without data.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -152,7 +152,9 @@ def _record(
     key = (kernel, size, tuple((name, _described(value)) for name, value in arguments.items()))
     found = _known.get(key)
     if found is None:
-        found = _known[key] = analysed(kernel, arguments, size)
+        tiles = {name: tile for name, value in arguments.items() if (tile := _tile_of(value)) is not None}
+        bases = {name: arguments[name].base for name in tiles}
+        found = _known[key] = analysed(kernel, arguments | bases, size, tiles)
     tensors = {name: tensor for name, value in arguments.items() if (tensor := _tensor_of(value)) is not None}
     read, written, updated = found.by_use(tensors)
     for recorder, values in listeners:
@@ -179,19 +181,21 @@ def _tile_of(value: Any) -> list[int] | None:
     return value.block_shape if type(value).__name__ == "TensorDescriptor" else None
 
 
-def analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> Analysed:
-    """What the kernel does. Raises NotImplementedError where this torch names its analysis differently."""
+def analysed(
+    kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...], tiles: Mapping[str, Sequence[int]]
+) -> Analysed:
+    """What the kernel does. `tiles`: those of the arguments that are descriptors of tensors. Raises NotImplementedError where this torch names its analysis differently."""
     TRITON_TTIR.owner  # noqa: B018  (imported, so that a name that is not there is found to be missing)
     if missing := lost(TRITON):
         raise NotImplementedError(f"a Triton kernel cannot be metered with torch {torch.__version__}: {missing[0]}")
     with no_modes(), without_device():
         real = {
-            name: value if (tensor := _tensor_of(value)) is None else torch.empty(2, dtype=tensor.dtype, device="cpu")
+            name: torch.empty(2, dtype=value.dtype, device="cpu") if isinstance(value, Tensor) else value
             for name, value in arguments.items()
         }
-        tiles = {name: ("stable", (tile,)) for name, value in arguments.items() if (tile := _tile_of(value))}
-        module, names = TRITON_TTIR.value(kernel, dict(real), tiles)
-        uses = TRITON_ACCESSED.value(kernel, dict(real), tiles).read_writes
+        descriptors = {name: ("stable", (list(tile),)) for name, tile in tiles.items()}
+        module, names = TRITON_TTIR.value(kernel, dict(real), descriptors)
+        uses = TRITON_ACCESSED.value(kernel, dict(real), descriptors).read_writes
         text = module.str_nodebug() if hasattr(module, "str_nodebug") else str(module)
         body = body_of(kernel.fn.__name__, text, grid, [arguments.get(name) for name in names])
     read, written = (frozenset(dep.name for dep in deps) for deps in (uses.reads, uses.writes))
