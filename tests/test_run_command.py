@@ -201,6 +201,15 @@ def test_a_metric_that_evaluate_cannot_download_is_no_data_set(script, tmp_path,
     assert told.endswith("evaluate downloads each metric as a script: give its folder, or run where it was loaded once")
 
 
+@pytest.mark.parametrize("error", ["OSError('no net')", "ValueError('not in the cache')"])
+def test_a_kernel_of_the_hub_that_cannot_be_loaded_has_a_shim(script, tmp_path, capsys, error):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("from kernels.load import get_kernel\n")
+    (tmp_path / "kernels" / "load.py").write_text(f"def get_kernel(name):\n    raise {error}\n")
+    assert main(["run", script("import kernels; kernels.get_kernel('any/flash-attn3')")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("let flopmeter stand in with --shim kernels")
+
+
 def test_a_module_that_the_repository_compiles_for_cuda_is_nothing_to_install_by_pip(script, tmp_path, capsys):
     (tmp_path / "models" / "ops").mkdir(parents=True)
     builds = "setup(ext_modules=[CUDAExtension('DeformableThing', ['a.cu'])])"

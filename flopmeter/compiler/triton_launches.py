@@ -30,8 +30,8 @@ def launch_of(
     *,
     is_backward: bool,
 ) -> tuple[Call, CompiledKernel] | None:
-    """The launch that an operation of inductor's stands for, with the tiles of the arguments that are descriptors. None where that cannot be told: heuristics choose the
-    constants of the kernel."""
+    """The launch that an operation of inductor's stands for. `tiles`: those of the arguments that are descriptors. None
+    where that cannot be told: heuristics choose the constants of the kernel."""
     kernel, constants = names.TRITON_KERNELS.value.get_kernel(operation.kernel_idx), {}
     autotuner = sys.modules["triton.runtime.autotuner"].Autotuner
     if isinstance(kernel, autotuner):  # inductor times the configurations

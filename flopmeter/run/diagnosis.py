@@ -72,6 +72,8 @@ def _not_to_be_had(error: BaseException, script: Script) -> str | None:
         return f"it asks for several GPUs: flopmeter run --gpus {len(asked[1].split(','))} ..."
     if "wandb" in _packages_of(error):
         return "wandb asks for a login, or for its server: WANDB_MODE=disabled flopmeter run ..."
+    if ("kernels.load", "get_kernel") in _functions_of(error):
+        return "kernels of the hub are compiled for a GPU: let flopmeter stand in with --shim kernels"
     if missing := _about_what_is_missing(error):
         return missing
     if isinstance(error, AttributeError) and is_absent(error.obj):
@@ -84,7 +86,7 @@ def _not_to_be_had(error: BaseException, script: Script) -> str | None:
         return f"{who} does not do this; leave it out of the script, or skip it by its arguments"
     if op := _without_kernel(error):
         return op
-    if package := next((package for package in SHIMS if package in _packages_of(error)), None):
+    if package := next((each for each in SHIMS if each in _packages_of(error) and each != "kernels"), None):
         return f"{package} does not run without a GPU: let flopmeter stand in with --shim {package}"
     return None
 
@@ -217,8 +219,13 @@ def _asserts_a_file(error: BaseException) -> bool:
 
 def _modules_of(error: BaseException) -> list[str]:
     """The modules of the frames that the error went through, the innermost last."""
+    return [module for module, _ in _functions_of(error)]
+
+
+def _functions_of(error: BaseException) -> list[tuple[str, str]]:
+    """The same with the functions: (module, function)."""
     frames = traceback.walk_tb(error.__traceback__)
-    return [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    return [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in frames]
 
 
 def _packages_of(error: BaseException) -> set[str]:
@@ -234,8 +241,9 @@ NAMED_OTHERWISE = {
     "dateutil": "python-dateutil", "dotenv": "python-dotenv", "faiss": "faiss-cpu", "fitz": "pymupdf", "git":
     "GitPython", "google": "protobuf", "hydra": "hydra-core", "open_clip": "open-clip-torch", "opentelemetry":
     "opentelemetry-sdk", "ot": "POT", "patoolib": "patool",
-    "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn", "skvideo": "sk-video", "serial": "pyserial",
-    "tap": "typed-argument-parser", "umap": "umap-learn", "websocket": "websocket-client", "yaml": "PyYAML",
+    "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn", "skvideo": "sk-video",
+    "serial": "pyserial", "tap": "typed-argument-parser", "umap": "umap-learn", "websocket": "websocket-client",
+    "yaml": "PyYAML", "zmq": "pyzmq",
 }  # fmt: skip
 """What pip calls a package whose modules have another name. Source: the metadata of each on the package index."""
 

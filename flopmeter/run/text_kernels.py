@@ -1,4 +1,4 @@
-"""Kernels that a program gives to torch as CUDA C++ (torch.cuda._compile_kernel): each is an operator that no rule counts.
+"""Kernels that a program gives to torch as CUDA C++ (torch.cuda._compile_kernel): operators that no rule counts.
 
 Works around: NVRTC, which compiles them, and the driver that loads them.
 Until: never; where flopmeter runs there is neither.
@@ -43,10 +43,11 @@ class TextKernel:
         self, grid: Any = (1, 1, 1), block: Any = (1, 1, 1), args: Sequence[Any] | None = None, *_: Any, **options: Any
     ) -> None:
         self._note(
-            f"{self._operator.name()} is a kernel in CUDA C++, which is not compiled here: no FLOPs of it are counted, and "
-            "its tensors are taken to be read once, and those that are not const also written"
+            f"{self._operator.name()} is a kernel in CUDA C++, which is not compiled here: no FLOPs of it are counted, "
+            "and its tensors are taken to be read once, and those that are not const also written"
         )
-        read, written = [], []
+        read: list[Tensor] = []
+        written: list[Tensor] = []
         for arg, only_reads in zip_longest(args or (), self._only_reads):
             if isinstance(arg, Tensor):
                 (read if only_reads else written).append(arg)

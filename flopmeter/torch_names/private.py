@@ -225,7 +225,10 @@ _TRITON = "torch._higher_order_ops.triton_kernel_wrap"
 TRITON_TTIR = listed(TRITON, _TRITON, "generate_ttir", "what a kernel does")
 TRITON_ACCESSED = listed(TRITON, _TRITON, "identify_accessed_tensors", "which tensors a kernel reads and writes")
 HOST_DESCRIPTORS = listed(
-    TRITON, "torch.utils._triton", "has_triton_tensor_descriptor_host_tma", "whether kernels take descriptors of the host's"
+    TRITON,
+    "torch.utils._triton",
+    "has_triton_tensor_descriptor_host_tma",
+    "whether kernels take descriptors of the host's",
 )
 TRITON_OPERATORS = listed(TRITON, "torch._library.triton", "triton_ops_to_kernels", "which operators launch kernels")
 META_GROUPED_MM = listed(GROUPED, "torch._meta_registrations", "meta_grouped_mm", "torch's Meta kernel of _grouped_mm")

@@ -111,8 +111,12 @@ def _install() -> ExitStack:
     undo.enter_context(mock.patch.object(jit.JITFunction, "run", run_or_record))
     undo.enter_context(mock.patch.object(autotuner.Autotuner, "run", tune_or_record))
     if HOST_DESCRIPTORS.present():  # torch asks the driver, and else takes no kernel's word for what it writes by them
-        undo.enter_context(mock.patch.object(HOST_DESCRIPTORS.owner, HOST_DESCRIPTORS.attribute, lambda: True))
+        undo.enter_context(mock.patch.object(HOST_DESCRIPTORS.owner, HOST_DESCRIPTORS.attribute, _they_do))
     return undo
+
+
+def _they_do() -> bool:
+    return True
 
 
 _patch = SharedPatch(_install)
@@ -184,7 +188,8 @@ def _tile_of(value: Any) -> list[int] | None:
 def analysed(
     kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...], tiles: Mapping[str, Sequence[int]]
 ) -> Analysed:
-    """What the kernel does. `tiles`: those of the arguments that are descriptors of tensors. Raises NotImplementedError where this torch names its analysis differently."""
+    """What the kernel does. `tiles`: those of the arguments that are descriptors of tensors. Raises NotImplementedError
+    where this torch names its analysis differently."""
     TRITON_TTIR.owner  # noqa: B018  (imported, so that a name that is not there is found to be missing)
     if missing := lost(TRITON):
         raise NotImplementedError(f"a Triton kernel cannot be metered with torch {torch.__version__}: {missing[0]}")

@@ -1,7 +1,7 @@
 """FlashAttention-3 (hopper/flash_attn_interface.py of github.com/Dao-AILab/flash-attention): one kernel each way.
 
-Its price is that library's on Hopper; on other devices, for which it has FlashAttention-2's kernels, theirs. Tensors are
-[batch, length, heads, head size]; sequences that lie end to end are [tokens, heads, head size].
+Its price is that library's on Hopper; on other devices, for which it has FlashAttention-2's kernels, theirs. Tensors
+are [batch, length, heads, head size]; sequences that lie end to end are [tokens, heads, head size].
 """
 
 from __future__ import annotations
