@@ -131,6 +131,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("raise RuntimeError('there is no internet connection')", 1, "the script needs its data and weights"),
         ("import cv2_nowhere", 1, "(pip install cv2_nowhere)"),
         ("raise ModuleNotFoundError('', name='patoolib.x')", 1, "(pip install patool)"),
+        ("raise ModuleNotFoundError('', name='serial')", 1, "(pip install pyserial)"),
         ("import subprocess; subprocess.run(['no-such-program'])", 1, "starts no-such-program, which is not installed"),
         (STARTS_PYTHON, 1, "starts another Python, which is not metered: flopmeter run nowhere.py --x"),
         ("from .config import width", 1, "flopmeter run -m package.module, in the folder of the package"),
@@ -174,6 +175,18 @@ def test_of_a_package_that_fails_within_a_folder_of_its_own_the_first_rank_tells
     assert "pip install no_such_package" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_script_that_reports_its_error_itself_and_exits_is_told_what_to_do_about_the_error(script, capsys):
+    """As Hydra's programs do, which print the traceback and exit with 1."""
+    exits = "import sys\ntry:\n    main()\nexcept Exception:\n    print('my own words')\n    sys.exit(3)\n"
+    guesses = "import torch\ndef main():\n    x = torch.randn(4, device='cuda')\n    x[x > 0]\n"
+    assert main(["run", script(guesses + exits)]) == 3
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "train.py left with exit code 3 after DataDependentError: " in told
+    assert "--mask-fraction 0.5" in told
+    assert main(["run", script("def main():\n    raise ValueError\n" + exits)]) == 3
+    assert capsys.readouterr().err.splitlines()[-1].endswith("train.py left with exit code 3 after ValueError")
+
+
 def test_an_error_without_a_key_is_the_scripts_own(script, capsys):
     assert main(["run", script("raise KeyError")]) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("its traceback is above")
@@ -186,6 +199,15 @@ def test_a_metric_that_evaluate_cannot_download_is_no_data_set(script, tmp_path,
     assert main(["run", script("import evaluate; evaluate.load('accuracy')")]) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.endswith("evaluate downloads each metric as a script: give its folder, or run where it was loaded once")
+
+
+@pytest.mark.parametrize("error", ["OSError('no net')", "ValueError('not in the cache')"])
+def test_a_kernel_of_the_hub_that_cannot_be_loaded_has_a_shim(script, tmp_path, capsys, error):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("from kernels.load import get_kernel\n")
+    (tmp_path / "kernels" / "load.py").write_text(f"def get_kernel(name):\n    raise {error}\n")
+    assert main(["run", script("import kernels; kernels.get_kernel('any/flash-attn3')")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("let flopmeter stand in with --shim kernels")
 
 
 def test_a_module_that_the_repository_compiles_for_cuda_is_nothing_to_install_by_pip(script, tmp_path, capsys):

@@ -124,6 +124,20 @@ def test_a_traced_tensor_tells_cuda_and_takes_it() -> None:
     assert [graph[:3] for graph in graphs_of(on_cuda(program).meter.trace)] == [("inference", 3, None)]
 
 
+def test_a_compiled_function_reads_the_properties_of_the_device() -> None:
+    """An H100 has 132 SMs, and capability 9.0."""
+
+    def told(x: Tensor) -> Tensor:
+        facts = torch.cuda.get_device_properties(x.device)
+        return x.new_ones(facts.multi_processor_count, facts.major)
+
+    def program() -> None:
+        out = torch.compile(told, fullgraph=True)(torch.ones(8, device="cuda"))
+        assert out.shape == (132, 9)
+
+    on_cuda(program)
+
+
 def test_another_gpu_is_refused_in_a_compiled_function_too() -> None:
     with pytest.raises(Exception, match="there is no cuda:3 among 1"):
         on_cuda(lambda: torch.compile(lambda x: x.to("cuda:3"), fullgraph=True)(torch.ones(8, device="cuda")))

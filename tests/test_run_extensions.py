@@ -113,3 +113,35 @@ for step in range(3):
 """
     assert main(["run", "--", "deepspeed", "--num_gpus", "2", script(pipeline)]) == 0
     assert "AssertionError" not in capsys.readouterr().err
+
+
+IN_CUDA_CPP = """
+import torch
+
+SOURCE = '''
+template <int BLOCK>  // add(float* x) is another
+__global__ void scale(const float* __restrict__ x, float const *by, float* out, int n /* , */) {
+    out[threadIdx.x] = x[threadIdx.x] * by[0];
+}
+'''
+scale = torch.cuda._compile_kernel(SOURCE, "scale<256>", nvcc_options=["--use_fast_math"])
+scale.set_shared_memory_config(64 * 1024)
+weight = torch.nn.Parameter(torch.zeros(1000, device="cuda"))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+by, out = torch.ones(1, device="cuda"), torch.zeros(1000, device="cuda")
+for step in range(3):
+    scale((4, 1, 1), (256, 1, 1), (weight.detach(), by, out, 1000), shared_mem=64 * 1024)
+    (weight * out).sum().backward()
+    optimizer.step()
+print("out is", out[0].item())
+"""
+
+
+def test_a_kernel_in_cuda_cpp_is_uncounted_with_the_bytes_of_its_tensors(script, tmp_path, capsys):
+    """It reads 1,000 numbers and one; what is not const, 1,000 numbers, may be read and written."""
+    assert main(["run", "--format", "json", "-o", "out.json", script(IN_CUDA_CPP)]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    (kernel,) = report["uncounted"]
+    assert (kernel["name"], kernel["calls"]) == ("cuda_kernels::scale_256_", 1)
+    assert (kernel["bytes_read"], kernel["bytes_written"]) == (8_004, 4_000)
+    assert any("scale_256_" in note and "CUDA C++" in note for note in report["notes"])

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import flopmeter
@@ -161,6 +162,27 @@ def test_a_model_on_meta_that_fsdp2_shards_takes_its_shard_alone():
             optimizer.step()
             optimizer.zero_grad()
     assert device.report().step.memory.at_peak["inputs"] < 4 << 20
+
+
+@pytest.mark.parametrize("shards", ["fsdp", "tensor parallel", "by hand"])
+def test_a_sharded_weight_of_a_model_on_meta_tells_meta_until_it_is_on_the_gpu(shards):
+    """As torch does, by which trainers (Lightning's) know what they have to materialize."""
+    with flopmeter.cuda(A100, gpus=2):
+        mesh = init_device_mesh("cuda", (2,))
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(64, 64))
+        if shards == "fsdp":
+            fully_shard(model, mesh=mesh)
+        elif shards == "tensor parallel":
+            parallelize_module(model, mesh, {"0": ColwiseParallel()})
+        else:
+            model[0].weight = nn.Parameter(distribute_tensor(model[0].weight, mesh, [Shard(0)]))
+        weight = model[0].weight
+        assert (weight.is_meta, weight.is_cuda, weight.device.type) == (True, False, "meta")
+        model.to_empty(device="cuda")
+        weight = model[0].weight
+        assert (weight.is_meta, weight.is_cuda, weight.device.type) == (False, True, "cuda")
+        nn.init.trunc_normal_(weight)
 
 
 def test_parameters_that_fsdp2_offloads_cross_the_hosts_link_in_every_pass():

@@ -632,3 +632,54 @@ def test_a_cache_of_unknown_lengths_counts_as_full_and_the_report_says_so():
     report = stepped("flash_attn", program)
     assert report.macs == 2 * 2 * 256 * 4 * 64
     assert any("a cache that is full" in each for each in report.assumptions)
+
+
+def test_flash_attention_3_has_the_work_of_flash_attention_2_and_on_hopper_its_own_time():
+    """Two products forward and five backward, of causal squares, with one kernel each way; FlashAttention-3's paper
+    (arXiv 2407.08608) has it 1.5 to 2 times as fast as -2 on an H100, and the same on devices that run -2's kernels."""
+    batch, length, heads, depth = 2, 4096, 16, 128
+
+    def program(name: str):
+        attend = importlib.import_module(name).flash_attn_func
+        x = torch.zeros(batch, length, heads, depth, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2):
+            attend(x, x, x, causal=True).sum().backward()
+
+    def step(name: str, hardware: str):
+        with flopmeter.cuda(hardware, steps=2, wishes=Wishes(shims=(name,))) as device:
+            program(name)
+        return device.report().step
+
+    for hardware, least, most in (("h100-sxm5-80gb", 1.4, 2.1), (A100, 0.99, 1.01)):
+        old, new = (step(name, hardware) for name in ("flash_attn", "flash_attn_interface"))
+        attends = [[row for row in report.rows("op") if "flash" in row.name] for report in (old, new)]
+        assert [sum(row.calls for row in rows) for rows in attends] == [2, 2]
+        assert new.macs == old.macs == 7 * batch * heads * length * length * depth
+        seconds = [sum(row.seconds for row in rows) for rows in attends]
+        assert least < seconds[0] / seconds[1] < most
+
+
+def test_packed_sequences_of_flash_attention_3_cost_their_own_squares():
+    lengths = (100, 300, 600)
+
+    def program():
+        attend = importlib.import_module("kernels").get_kernel("kernels-community/flash-attn3", version=1)
+        x = torch.zeros(sum(lengths), 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        starts = torch.tensor([0, 100, 400, 1000], dtype=torch.int32, device="cuda")
+        for _ in range(2):
+            out = attend.flash_attn_interface.flash_attn_varlen_func(x, x, x, starts, starts, 600, 600, causal=True)
+            out.sum().backward()
+
+    assert stepped("kernels", program).macs == 7 * 8 * 64 * sum(length**2 for length in lengths)
+
+
+def test_the_shim_of_kernels_tells_what_it_does_not_have():
+    def program():
+        kernels = importlib.import_module("kernels")
+        assert kernels.has_kernel("varunneal/flash-attention-3")
+        assert kernels.has_kernel("kernels-community/flash-attn2")
+        with pytest.raises(NotImplementedError, match="no kernels-community/activation"):
+            kernels.get_kernel("kernels-community/activation")
+        torch.ones(1, device="cuda")
+
+    stepped("kernels", program)

@@ -239,6 +239,12 @@ def add(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def copied(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < n).to(out.dtype.element_ty), mask=i < n)
+
+
+@triton.jit
 def scale(x_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(x_ptr + at, tl.load(x_ptr + at, mask=at < n) * 3.0, mask=at < n)
@@ -319,6 +325,12 @@ def doubled(x_ptr, out_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def doubled_by_host(x, out, BM: tl.constexpr, BN: tl.constexpr):
+    at = [tl.program_id(0) * BM, tl.program_id(1) * BN]
+    out.store(at, x.load(at) + x.load(at))
+
+
+@triton.jit
 def tanh(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + at, libdevice.tanh(tl.load(x_ptr + at, mask=at < n)), mask=at < n)
@@ -376,6 +388,14 @@ def test_a_launch_reads_and_writes_what_torch_finds(kernels):
 def test_what_is_updated_in_place_is_read_and_written(kernels):
     (cost,) = costs(lambda: kernels.scale[lambda arguments: (4,)](meta(4096), 4096, BLOCK=1024))
     assert (cost.bytes_read, cost.bytes_written, cost.flops) == (8192, 8192, 4096)
+
+
+@needs_triton
+def test_a_launch_takes_the_eight_bit_floats_that_ada_and_newer_have(kernels):
+    """e4m3 numbers, one byte each."""
+    x, out = meta(4096), meta(4096, dtype=torch.float8_e4m3fn)
+    (cost,) = costs(lambda: kernels.copied[(4,)](x, out, 4096, BLOCK=1024))
+    assert (cost.bytes_read, cost.bytes_written) == (8192, 4096)
 
 
 @needs_triton
@@ -445,6 +465,17 @@ def test_tiles_that_descriptors_load_and_store_are_counted_as_those_of_pointers(
     assert cost.op_class != "uncounted"
     assert cost.flops == is_float * tiles
     assert (cost.bytes_read, cost.bytes_written) == ((2 * 4 * tiles, 4 * tiles) if is_float else (4 << 20, 4 << 20))
+
+
+@needs_triton
+def test_descriptors_that_the_host_makes_are_counted_as_those_that_a_kernel_makes(kernels):
+    """As above: what is stored is written alone, what is loaded read."""
+    made = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor
+    x, out = (made(meta(1024, 1024, dtype=torch.float32), [64, 128]) for _ in range(2))
+    for _ in range(2):  # the second is known
+        (cost,) = costs(lambda: kernels.doubled_by_host[(2, 8)](x, out, BM=64, BN=128))
+        assert cost.flops == 16 * 64 * 128
+        assert (cost.bytes_read, cost.bytes_written) == (2 * 4 * cost.flops, 4 * cost.flops)
 
 
 @needs_triton
@@ -565,6 +596,26 @@ def test_a_compiled_function_launches_the_kernel_in_its_own_graph(kernels, is_op
         (2 * 8192, 8192, 2 * 4096),
         (2 * 8192, 8192, 2 * 4096),
     ]
+    assert not report.uncounted
+
+
+@needs_triton
+def test_a_compiled_function_passes_descriptors_of_the_host_to_the_kernel(kernels):
+    """16 programs of 64 x 128 numbers, each loaded twice and stored once, between two kernels of inductor's."""
+    made = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor
+
+    def program(x):
+        x = x.sin()
+        out = torch.empty_like(x)
+        kernels.doubled_by_host[lambda meta: (16, 8)](made(x, [64, 128]), made(out, [64, 128]), BM=64, BN=128)
+        return out.exp()
+
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        torch.compile(program, fullgraph=True)(meta(1024, 1024, dtype=torch.float32))
+    report = meter.report()
+    costs = [kernel.cost for kernel in report.kernels if kernel.op.graph is not None]
+    assert [cost.name for cost in costs] == ["sin", "doubled_by_host", "exp"], report.explain_compile()
+    assert [(cost.flops, cost.bytes_written) for cost in costs] == [(1 << 20, 4 << 20)] * 3
     assert not report.uncounted
 
 

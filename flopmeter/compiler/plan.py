@@ -163,7 +163,9 @@ class _Planner:
         made = self._made(node)
         if isinstance(node.node, self._ir.DeviceCopy) and _is_host(node):  # what the program reads there is not known
             raise DataDependentError("aten._to_copy.default")
-        is_free = isinstance(node, names.NOP_NODE.value) or isinstance(node.node, self._ir.MultiOutput)
+        is_free = isinstance(node, names.NOP_NODE.value) or isinstance(
+            node.node, (self._ir.MultiOutput, self._ir.TMADescriptor)
+        )
         is_loop = isinstance(node, names.EXTERN_NODE.value) and self._runs_graphs(node.node)
         if is_free or (_is_host(node) and not is_loop):  # a loop's counter is on the host
             return PlanStep(made, None, (), None, frees)
@@ -260,9 +262,14 @@ class _Planner:
                 return laid.spec(numbers)
             return self._sizes(value) if _is_symbolic(value) else value
 
-        arguments = {name: argument(value) for name, value in operation.kwargs.items()}
+        described = {name: each for name, each in operation.kwargs.items() if isinstance(each, self._ir.TMADescriptor)}
+        tiles = {name: [self._sizes(size) for size in each.block_shape] for name, each in described.items()}
+        given = operation.kwargs | {name: each.tensor for name, each in described.items()}
+        arguments = {name: argument(value) for name, value in given.items()}
         nbytes = self._lowered.bytes_of[node]
-        made = launch_of(operation, arguments, self._sizes, self._recorder, nbytes, is_backward=self._is_backward)
+        made = launch_of(
+            operation, arguments, tiles, self._sizes, self._recorder, nbytes, is_backward=self._is_backward
+        )
         return None if made is None else (made[0], tuple(numbers), made[1])
 
     def _library(self, node: Any) -> KernelCall:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,17 @@ Described = Mapping[str, TensorSpec | Any]
 
 
 def launch_of(
-    operation: Any, arguments: Described, sizes: Sizes, recorder: Recorder, scheduler_bytes: int, *, is_backward: bool
+    operation: Any,
+    arguments: Described,
+    tiles: Mapping[str, Sequence[int]],
+    sizes: Sizes,
+    recorder: Recorder,
+    scheduler_bytes: int,
+    *,
+    is_backward: bool,
 ) -> tuple[Call, CompiledKernel] | None:
-    """The launch that an operation of inductor's stands for. None where that cannot be told: heuristics choose the
-    constants of the kernel."""
+    """The launch that an operation of inductor's stands for. `tiles`: those of the arguments that are descriptors. None
+    where that cannot be told: heuristics choose the constants of the kernel."""
     kernel, constants = names.TRITON_KERNELS.value.get_kernel(operation.kernel_idx), {}
     autotuner = sys.modules["triton.runtime.autotuner"].Autotuner
     if isinstance(kernel, autotuner):  # inductor times the configurations
@@ -34,7 +41,7 @@ def launch_of(
     grid = operation.grid[0]  # of the first configuration
     known = constants | {name: _as_tensor(value) for name, value in arguments.items()}
     given = {name: known[name] for name in kernel.arg_names if name in known}
-    found = analysed(kernel, given, tuple(map(sizes, grid)))
+    found = analysed(kernel, given, tuple(map(sizes, grid)), tiles)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, TensorSpec)}
     read, written, updated = found.by_use(tensors)
     call = Call(LAUNCH, (read, written, updated), {}, (*read, *written, *updated), (), body=found.body)

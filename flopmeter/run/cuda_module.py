@@ -103,6 +103,7 @@ class CudaModule:
         self._device = type("device", (_CurrentDevice,), {"choose": staticmethod(self._set_device)})
         self._graph = type("CUDAGraph", (streams.CudaGraph,), {"clock": clock})
         self.nvtx = NvtxRanges(clock)
+        self._properties = self._facts()  # made here, since Dynamo, which traces the answer, makes no such object
 
     def patches(self) -> Iterator[Patch]:
         why = "answers from the profile, the allocator's model and predicted time"
@@ -147,7 +148,7 @@ class CudaModule:
             yield Patch(config, name, None, "the driver is made in the run, and forgotten after it")
 
     def _facts_for_triton(self) -> dict[str, Any]:
-        facts = vars(self.properties())
+        facts = vars(self._properties)
         names = {"multiprocessor_count": "multi_processor_count", "max_num_regs": "regs_per_multiprocessor"}
         names |= {"max_shared_mem": "shared_memory_per_block_optin", "warpSize": "warp_size"}
         return {name: facts[ours] for name, ours in names.items() if ours in facts}
@@ -168,7 +169,7 @@ class CudaModule:
             "device_of": lambda tensor: nullcontext(),
             "get_device_name": lambda device=None: self.name,
             "get_device_capability": lambda device=None: self._target.compute_capability,
-            "get_device_properties": lambda device=None: self.properties(),
+            "get_device_properties": lambda device=None: self._properties,
             "get_arch_list": lambda: ["sm_{}{}".format(*self._target.compute_capability)],
             "get_gencode_flags": lambda: "",
             "is_tf32_supported": lambda: self._target.compute_capability >= (8, 0),
@@ -269,7 +270,7 @@ class CudaModule:
         if index is None or index >= 0:  # a negative index changes nothing
             self._named.check(index)
 
-    def properties(self) -> DeviceProperties:
+    def _facts(self) -> DeviceProperties:
         hardware, capability = self._hardware, self._target.compute_capability
         facts: dict[str, Any] = {"name": self.name, "major": capability[0], "minor": capability[1]}
         facts |= {"multi_processor_count": hardware.sm_count, "warp_size": 32, "gcnArchName": self.name}

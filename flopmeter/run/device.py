@@ -42,6 +42,7 @@ from flopmeter.torch_names.private import (
     torch_device,
 )
 from flopmeter.trace.shapes_only import MarkedStorages, ShapesOnly
+from flopmeter.trace.subclasses import wrapped
 
 TOLD_THE_TRUTH = ("flopmeter.", *BELOW_DISPATCHER)
 ABOVE_DISPATCHER = ("torch.distributed.utils",)
@@ -144,7 +145,7 @@ class NamedCuda:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor is on the device named cuda."""
-        return _true_is_meta(tensor) and not self.true_meta.has(tensor)
+        return _true_is_meta(tensor) and not any(map(self.true_meta.has, wrapped(tensor)))
 
     def _device(self, tensor: Tensor) -> torch.device:
         true: torch.device = _true_device(tensor)

@@ -33,7 +33,12 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
     if isinstance(error, KeyboardInterrupt):
         return f"{script.name} was interrupted: the report is of what ran until then"
     if isinstance(error, SystemExit):
-        return f"{script.name} left with exit code {ending.code}{_stray_options(script)}"
+        head = f"{script.name} left with exit code {ending.code}{_stray_options(script)}"
+        reported = _telling(error.__context__)  # as Hydra does: it prints the error, and exits
+        if not isinstance(reported, Exception):
+            return head
+        known = _by_class(reported) or _not_to_be_had(reported, script)
+        return f"{head} after {type(reported).__name__}" + (f": {known}" if known else "")
     if known := _by_class(error) or _not_to_be_had(error, script):
         return f"{head}: {known}"
     if guessed:
@@ -67,6 +72,8 @@ def _not_to_be_had(error: BaseException, script: Script) -> str | None:
         return f"it asks for several GPUs: flopmeter run --gpus {len(asked[1].split(','))} ..."
     if "wandb" in _packages_of(error):
         return "wandb asks for a login, or for its server: WANDB_MODE=disabled flopmeter run ..."
+    if ("kernels.load", "get_kernel") in _functions_of(error):
+        return "kernels of the hub are compiled for a GPU: let flopmeter stand in with --shim kernels"
     if missing := _about_what_is_missing(error):
         return missing
     if isinstance(error, AttributeError) and is_absent(error.obj):
@@ -79,7 +86,7 @@ def _not_to_be_had(error: BaseException, script: Script) -> str | None:
         return f"{who} does not do this; leave it out of the script, or skip it by its arguments"
     if op := _without_kernel(error):
         return op
-    if package := next((package for package in SHIMS if package in _packages_of(error)), None):
+    if package := next((each for each in SHIMS if each in _packages_of(error) and each != "kernels"), None):
         return f"{package} does not run without a GPU: let flopmeter stand in with --shim {package}"
     return None
 
@@ -212,8 +219,13 @@ def _asserts_a_file(error: BaseException) -> bool:
 
 def _modules_of(error: BaseException) -> list[str]:
     """The modules of the frames that the error went through, the innermost last."""
+    return [module for module, _ in _functions_of(error)]
+
+
+def _functions_of(error: BaseException) -> list[tuple[str, str]]:
+    """The same with the functions: (module, function)."""
     frames = traceback.walk_tb(error.__traceback__)
-    return [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    return [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in frames]
 
 
 def _packages_of(error: BaseException) -> set[str]:
@@ -230,7 +242,8 @@ NAMED_OTHERWISE = {
     "GitPython", "google": "protobuf", "hydra": "hydra-core", "open_clip": "open-clip-torch", "opentelemetry":
     "opentelemetry-sdk", "ot": "POT", "patoolib": "patool",
     "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn", "skvideo": "sk-video",
-    "tap": "typed-argument-parser", "umap": "umap-learn", "websocket": "websocket-client", "yaml": "PyYAML",
+    "serial": "pyserial", "tap": "typed-argument-parser", "umap": "umap-learn", "websocket": "websocket-client",
+    "yaml": "PyYAML", "zmq": "pyzmq",
 }  # fmt: skip
 """What pip calls a package whose modules have another name. Source: the metadata of each on the package index."""
 
@@ -291,7 +304,6 @@ CUDA_EXTENSIONS = {
     **{package: f"let flopmeter stand in with --shim {package}" for package in SHIMS},
     "triton": "pip install triton, which works without a GPU",
     "deepspeed": "pip install deepspeed, whose engine runs without its kernels, or use DDP or FSDP2",
-    "flash_attn_interface": "use scaled_dot_product_attention, or flash_attn with --shim flash_attn",
     "transformer_engine": "use torch's own layers; for fp8 those of torchao.float8 (pip install torchao)",
     "vllm": "use flopmeter serve, which predicts what a server of a model costs",
 }

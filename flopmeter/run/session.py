@@ -19,7 +19,7 @@ from flopmeter.meter import FlopMeter, Mode, target_of
 from flopmeter.records import DEFAULT_STREAM
 from flopmeter.records.collectives import COLLECTIVE_OPS
 from flopmeter.report.report import Report
-from flopmeter.run import data, driver_tool, extensions, shims, values, world
+from flopmeter.run import data, driver_tool, extensions, shims, text_kernels, values, world
 from flopmeter.run.clocks import HostClock
 from flopmeter.run.compiled import Tracing, jit
 from flopmeter.run.cuda_module import CudaModule
@@ -193,6 +193,7 @@ class ScriptSession:
             undo.enter_context(applied(list(imported_by_name(answers))))
             undo.enter_context(shims.importable(self.wishes.shims, self.note))
             undo.enter_context(extensions.standing_in(self.note))
+            undo.enter_context(applied(list(text_kernels.patches(self.note))))
             undo.enter_context(self.steps.watching())
             yield self
 

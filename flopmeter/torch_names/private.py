@@ -47,7 +47,7 @@ CTC_LOSS = "the backward of ctc_loss"
 COMPILED_AUTOGRAD = "compiled autograd"
 TRACES = "torch.jit.trace of what is on the GPU"
 AOT_INDUCTOR = "packages of AOTInductor"
-TEXT_KERNELS = "a refusal by name of kernels that are given to torch as text"
+TEXT_KERNELS = "stand-ins for kernels that are given to torch as text, or a refusal by name"
 SPARSE = "sparse gradients of embeddings"
 SAMPLES = "samples of Dirichlet, beta and binomial distributions, and their gradients"
 FAKE_QUANTIZE = "fake quantization"
@@ -224,6 +224,12 @@ FLEX_GETITEM = _flex(
 _TRITON = "torch._higher_order_ops.triton_kernel_wrap"
 TRITON_TTIR = listed(TRITON, _TRITON, "generate_ttir", "what a kernel does")
 TRITON_ACCESSED = listed(TRITON, _TRITON, "identify_accessed_tensors", "which tensors a kernel reads and writes")
+HOST_DESCRIPTORS = listed(
+    TRITON,
+    "torch.utils._triton",
+    "has_triton_tensor_descriptor_host_tma",
+    "whether kernels take descriptors of the host's",
+)
 TRITON_OPERATORS = listed(TRITON, "torch._library.triton", "triton_ops_to_kernels", "which operators launch kernels")
 META_GROUPED_MM = listed(GROUPED, "torch._meta_registrations", "meta_grouped_mm", "torch's Meta kernel of _grouped_mm")
 IS_INT_MM = listed(INT8, "torch._higher_order_ops.out_dtype", "is_int_mm", "whether CUDA multiplies int8 matrices")
@@ -243,6 +249,7 @@ DYNAMO = listed(COMPILE, "torch._dynamo", "eval_frame", "its table of torch's fu
 listed(COMPILE, "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True)
 listed(COMPILE, "torch.nn", f"Module.{COMPILED_CALL}", "whether a layer compiles itself", on_instances=True)
 TEXT_KERNEL = listed(TEXT_KERNELS, "torch.cuda.jiterator", "_JittedFunction", "called to compile it")
+COMPILE_TEXT = listed(TEXT_KERNELS, "torch.cuda", "_compile_kernel", "compiles a kernel in CUDA C++")
 _aot = partial(listed, AOT_INDUCTOR)
 AOTI_COMPILE = _aot("torch._inductor", "aoti_compile_and_package", "where a package is made (documented)")
 AOTI_LOAD = _aot("torch._inductor", "aoti_load_package", "where one is loaded (documented)")

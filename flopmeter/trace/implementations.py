@@ -18,7 +18,7 @@ from flopmeter.trace.tensor_specs import as_tensors
 
 _KEYS = ("CUDA", "CompositeExplicitAutograd")  # where Python registers for GPUs, and for every device
 # Namespaces whose kernels are no Python, and those whose Python makes nothing but shapes. Others may be the program's.
-_OTHERS = ("aten", "prims", "_c10d_functional", "_dtensor", "flopmeter", "flopmeter_shims")
+_OTHERS = ("aten", "prims", "_c10d_functional", "_dtensor", "flopmeter", "flopmeter_shims", "cuda_kernels")
 
 
 class OpRecorder(AbstractContextManager[Any], Protocol):

@@ -8,7 +8,7 @@ Until: Triton launches on tensors without data.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -23,12 +23,19 @@ from flopmeter.records import TritonBody
 from flopmeter.records.bodies import ATOMICS
 from flopmeter.torch_names.operators import Overloads
 from flopmeter.torch_names.own_operators import own
-from flopmeter.torch_names.private import TRITON, TRITON_ACCESSED, TRITON_TTIR, lost, no_dispatch_modes
+from flopmeter.torch_names.private import (
+    HOST_DESCRIPTORS,
+    TRITON,
+    TRITON_ACCESSED,
+    TRITON_TTIR,
+    lost,
+    no_dispatch_modes,
+)
 from flopmeter.torch_names.shared_patch import SharedPatch
 from flopmeter.trace.ttir import body_of
 
 LAUNCH = Overloads(own).triton_kernel.default
-_CAPABILITY = 80  # TTIR is the same for all capabilities
+_CAPABILITY = 90  # TTIR is the same for all capabilities, but those before 89 lack a type of 8 bits (e4m3)
 _WARP = 32
 FIRST_CONFIGURATION = "the first configuration of an autotuned kernel"
 
@@ -103,7 +110,13 @@ def _install() -> ExitStack:
 
     undo.enter_context(mock.patch.object(jit.JITFunction, "run", run_or_record))
     undo.enter_context(mock.patch.object(autotuner.Autotuner, "run", tune_or_record))
+    if HOST_DESCRIPTORS.present():  # torch asks the driver, and else takes no kernel's word for what it writes by them
+        undo.enter_context(mock.patch.object(HOST_DESCRIPTORS.owner, HOST_DESCRIPTORS.attribute, _they_do))
     return undo
+
+
+def _they_do() -> bool:
+    return True
 
 
 _patch = SharedPatch(_install)
@@ -119,7 +132,8 @@ def first_configuration(tuner: Any, *recorders: KernelRecorder) -> Any:
 
 def _metering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[KernelRecorder, KnownValues | None]]:
     """Who records a launch with these arguments."""
-    if not any(isinstance(each, Tensor) and each.is_meta for each in (*args, *kwargs.values())):
+    tensors = map(_tensor_of, (*args, *kwargs.values()))
+    if not any(tensor is not None and tensor.is_meta for tensor in tensors):
         return []
     return [listener for listener in _listeners if listener[0].is_on()]
 
@@ -142,8 +156,10 @@ def _record(
     key = (kernel, size, tuple((name, _described(value)) for name, value in arguments.items()))
     found = _known.get(key)
     if found is None:
-        found = _known[key] = analysed(kernel, arguments, size)
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        tiles = {name: tile for name, value in arguments.items() if (tile := _tile_of(value)) is not None}
+        bases = {name: arguments[name].base for name in tiles}
+        found = _known[key] = analysed(kernel, arguments | bases, size, tiles)
+    tensors = {name: tensor for name, value in arguments.items() if (tensor := _tensor_of(value)) is not None}
     read, written, updated = found.by_use(tensors)
     for recorder, values in listeners:
         with no_dispatch_modes():
@@ -154,11 +170,26 @@ def _record(
 
 def _described(value: Any) -> Any:
     """The part of an argument that the generated code depends on."""
-    return value.dtype if isinstance(value, Tensor) else (type(value), value)
+    tensor, tile = _tensor_of(value), _tile_of(value)
+    return (type(value), value) if tensor is None else (tensor.dtype, tile and tuple(tile))
 
 
-def analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> Analysed:
-    """What the kernel does. Raises NotImplementedError where this torch names its analysis differently."""
+def _tensor_of(value: Any) -> Tensor | None:
+    """The tensor that an argument is, or that a descriptor made on the host tells the kernel of."""
+    tensor = value if _tile_of(value) is None else value.base
+    return tensor if isinstance(tensor, Tensor) else None
+
+
+def _tile_of(value: Any) -> list[int] | None:
+    """How many numbers a descriptor (triton.tools.tensor_descriptor) loads or stores at once, by dimension."""
+    return value.block_shape if type(value).__name__ == "TensorDescriptor" else None
+
+
+def analysed(
+    kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...], tiles: Mapping[str, Sequence[int]]
+) -> Analysed:
+    """What the kernel does. `tiles`: those of the arguments that are descriptors of tensors. Raises NotImplementedError
+    where this torch names its analysis differently."""
     TRITON_TTIR.owner  # noqa: B018  (imported, so that a name that is not there is found to be missing)
     if missing := lost(TRITON):
         raise NotImplementedError(f"a Triton kernel cannot be metered with torch {torch.__version__}: {missing[0]}")
@@ -167,8 +198,9 @@ def analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) -
             name: torch.empty(2, dtype=value.dtype, device="cpu") if isinstance(value, Tensor) else value
             for name, value in arguments.items()
         }
-        module, names = TRITON_TTIR.value(kernel, dict(real), {})
-        uses = TRITON_ACCESSED.value(kernel, dict(real), {}).read_writes
+        descriptors = {name: ("stable", (list(tile),)) for name, tile in tiles.items()}
+        module, names = TRITON_TTIR.value(kernel, dict(real), descriptors)
+        uses = TRITON_ACCESSED.value(kernel, dict(real), descriptors).read_writes
         text = module.str_nodebug() if hasattr(module, "str_nodebug") else str(module)
         body = body_of(kernel.fn.__name__, text, grid, [arguments.get(name) for name in names])
     read, written = (frozenset(dep.name for dep in deps) for deps in (uses.reads, uses.writes))

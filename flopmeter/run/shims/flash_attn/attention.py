@@ -94,7 +94,16 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
 
 
-def flash_attn_with_kvcache(
+def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any) -> Tensor:
+    """The cache is [batch, length, heads, head size] or, with a `block_table`, a pool of pages. `k` and `v` are
+    appended to it. Its sequences count with their mean length; where `cache_seqlens` is not known, with a full cache
+    (*assumed*). Raises NotImplementedError for a rotary embedding, which the package's kernel can do on the way.
+    """
+    return cached_attention(_over_cache, q, k_cache, v_cache, *args, **options)
+
+
+def cached_attention(
+    operator: Any,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -111,18 +120,16 @@ def flash_attn_with_kvcache(
     window_size: Sequence[int] = NO_WINDOW,
     **options: Any,
 ) -> Tensor:
-    """The cache is [batch, length, heads, head size] or, with a `block_table`, a pool of pages. `k` and `v` are
-    appended to it. Its sequences count with their mean length; where `cache_seqlens` is not known, with a full cache
-    (*assumed*). Raises NotImplementedError for a rotary embedding, which the package's kernel can do on the way.
-    """
+    """`flash_attn_with_kvcache` as a call of this operator, which has the kernel's price."""
     refuse({"rotary_cos": rotary_cos, **options}, *_NOT_OVER_CACHES)
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     keys = min(_mean(cache_seqlens, room) + (0 if k is None else k.shape[1]), room)
-    return _over_cache(
+    out: Tensor = operator(
         q, k_cache, v_cache, cache_seqlens, block_table, k, v, q.shape[1], keys, causal, list(window_size)
     )
+    return out
 
 
 def _attend(
@@ -165,7 +172,7 @@ def _assume(rule: str, function: str) -> None:
         known.assume.note(rule, function)
 
 
-def _cache_cost(call: Call) -> Cost:
+def cache_cost(call: Call) -> Cost:
     """The library's price over this many keys. What these sequences hold is read, and what is new is written."""
     query, key, value, pages = (call.argument(name) for name in ("query", "key", "value", "block_table"))
     news = [new for name in ("new_key", "new_value") if (new := call.argument(name)) is not None]
@@ -182,8 +189,7 @@ def _cache_cost(call: Call) -> Cost:
     return replace(cost, name=call.name, reads=as_regions([*rest, *held]), writes=as_regions([*call.outputs, *added]))
 
 
-@kernel("flash_attn_over_cache", _cache_cost, mutates=("key", "value"))
-def _over_cache(
+def over_cache(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -197,6 +203,9 @@ def _over_cache(
     window_size: list[int],
 ) -> Tensor:
     return torch.empty_like(query)
+
+
+_over_cache = kernel("flash_attn_over_cache", cache_cost, mutates=("key", "value"))(over_cache)
 
 
 class FlashSelfAttention(torch.nn.Module):

@@ -1,0 +1,181 @@
+"""FlashAttention-3 (hopper/flash_attn_interface.py of github.com/Dao-AILab/flash-attention): one kernel each way.
+
+Its price is that library's on Hopper; on other devices, for which it has FlashAttention-2's kernels, theirs. Tensors
+are [batch, length, heads, head size]; sequences that lie end to end are [tokens, heads, head size].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from flopmeter.costs.contractions.attention import attention, attention_backward
+from flopmeter.records import AttentionWork, Call, Cost
+from flopmeter.run.shims.flash_attn.attention import NO_WINDOW, cache_cost, cached_attention, over_cache
+from flopmeter.run.shims.flash_attn.refusals import refuse
+from flopmeter.run.shims.kernel import kernel, named
+from flopmeter.torch_names.operators import aten
+
+_NOT_THERE = (
+    "qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "softcap", "seqused_q", "seqused_k", "rotary_cos",
+    "cu_seqlens_q", "cu_seqlens_k_new", "return_softmax_lse",
+)  # fmt: skip
+_LIKE = (
+    "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal", "window_size_left",
+    "window_size_right",
+)  # fmt: skip
+
+
+def _cost(call: Call) -> Cost:
+    return _priced_as(call, attention, aten._flash_attention_forward.default)
+
+
+def _backward_cost(call: Call) -> Cost:
+    return _priced_as(call, attention_backward, aten._flash_attention_backward.default)
+
+
+def _priced_as(call: Call, rule: Callable[[Call], Cost], twin: OpOverload) -> Cost:
+    """The price of torch's own call of FlashAttention-2, by the newer library's kernels."""
+    return _of_3(call, rule(replace(call, func=twin, args=(), kwargs={name: call.argument(name) for name in _LIKE})))
+
+
+def _of_3(call: Call, cost: Cost) -> Cost:
+    assert isinstance(cost.work, AttentionWork)
+    return replace(cost, name=call.name, work=cost.work._replace(backend="flash_3"))
+
+
+@kernel("flash_attn_3", _cost)
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[Tensor, Tensor]:
+    """The output, and the logarithms of the sums of each row: [batch, heads, length], or [heads, tokens]."""
+    *rows, heads, _ = query.shape
+    sums = query.new_empty((*rows[:-1], heads, rows[-1]), dtype=torch.float32)
+    return query.new_empty((*query.shape[:-1], value.shape[-1])), sums
+
+
+@kernel("flash_attn_3_backward", _backward_cost)
+def _backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value))
+    query_gradient, key_gradient, value_gradient = gradients
+    return query_gradient, key_gradient, value_gradient
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, _, _, _, _, _ = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.rest = inputs[len(tensors) :]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    query, key, value, starts, key_starts, out, sums = ctx.saved_tensors
+    none: tuple[None, ...] = (None,) * (2 + len(ctx.rest))
+    if gradient is None:
+        return (None, None, None, *none)
+    return (*_backward(gradient, query, key, value, out, sums, starts, key_starts, *ctx.rest), *none)
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *qv: Any,
+    window_size: Sequence[int] = NO_WINDOW,
+    **options: Any,
+) -> Any:
+    """Raises NotImplementedError for options that the shim does not have."""
+    return _attend(q, k, v, (None, None, q.shape[1], k.shape[1]), causal, window_size, qv, options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *qv: Any,
+    window_size: Sequence[int] = NO_WINDOW,
+    **options: Any,
+) -> Any:
+    lengths = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    return _attend(q, k, v, lengths, causal, window_size, qv, {**used, **options})
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    page_table: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """As FlashAttention-2's, which calls the table of pages `block_table`."""
+    refuse(options, *_NOT_THERE)
+    return cached_attention(_over_cache, q, k_cache, v_cache, k, v, block_table=page_table, **options)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[Tensor | None, Tensor | None, int, int],
+    causal: bool,
+    window: Sequence[int],
+    positional: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
+    refuse({"qv": next((each for each in positional if each is not None), None), **options}, *_NOT_THERE)
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise NotImplementedError(f"flopmeter's shim of FlashAttention-3 takes fp16 and bf16, not {q.dtype}")
+    out, sums = _forward(q, k, v, *lengths, causal, *window)
+    return (out, sums) if options.get("return_attn_probs") else out
+
+
+_over_cache = kernel("flash_attn_3_over_cache", lambda call: _of_3(call, cache_cost(call)), mutates=("key", "value"))(
+    over_cache
+)
+
+FUNCTIONS = named(flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
+MODULES = {"flash_attn_interface": FUNCTIONS}
