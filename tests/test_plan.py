@@ -597,3 +597,16 @@ def test_without_numpy_sequences_stay_whole_and_whoever_wishes_for_more_is_told(
     assert {split.cp for split in splits(bounds, {})} == {1}
     with pytest.raises(PlanError, match="pip install numpy"):
         list(splits(bounds, {"cp": (2,)}))
+
+
+def test_the_whole_model_is_made_once_for_all_shapes_of_its_layers():
+    """Whole models have a hundred layers of which two are metered for each of hundreds of shapes."""
+    made = []
+
+    def build() -> nn.Module:
+        made.append(Llama(LlamaConfig(layers=2, width=256, heads=4, kv_heads=4, hidden=512, vocabulary=512)))
+        return made[-1]
+
+    found = plan(build, 8, "h100-sxm5-80gb", length=256, only={"cp": 1, "pp": 1, "microbatch": 1}, rows=1)
+    assert found.metered > 6
+    assert len(made) == 2  # to look at, and to cut
