@@ -303,7 +303,8 @@ class _RankOfSplit:
     def _transfer(self, collective: Collective, stream: int, after: tuple[int, ...], **party: Party) -> tuple[int, ...]:
         if collective not in self._prices:
             self._prices[collective] = self._price(collective)
-        return self._add(*self._prices[collective], stream, after, **party)
+        seconds, demand = self._prices[collective]
+        return self._add(seconds, demand, stream, after, **party)
 
     def _price(self, collective: Collective) -> tuple[float, Transfer]:
         device, cluster = self._work.hardware, self._work.cluster

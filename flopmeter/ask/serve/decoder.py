@@ -27,6 +27,7 @@ from flopmeter.ask.serve.engine import choose_tokens, pack
 from flopmeter.ask.serve.headed import Headed
 from flopmeter.ask.serve.linear_attention import with_kernels
 from flopmeter.ask.serve.picked_experts import pick_experts
+from flopmeter.ask.serve.spread_experts import SpreadExperts, spread_experts
 from flopmeter.known_values.assumptions import DataDependentError
 from flopmeter.launch.grouped_matmul import in_one_kernel
 from flopmeter.meter import FlopMeter
@@ -50,6 +51,7 @@ class Decoder:
     ranks: int
     all_reduces: int = 0  # of the activations, in a step
     part_of: str | None = None  # the type of a model of images or sound, of which this is the language model
+    spread: tuple[SpreadExperts, ...] = ()  # of each layer whose experts are spread over GPUs
 
     @property
     def title(self) -> str:
@@ -168,8 +170,8 @@ def _runs_all_experts(kernel: Kernel) -> bool:
     return kernel.op.packet is aten.bmm and kernel.op.module.rpartition(".")[2] == "experts"
 
 
-def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
-    """The share of one of `ranks` tensor parallel ranks.
+def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged", expert_ranks: int = 1) -> Decoder:
+    """The share of one of `ranks` tensor parallel ranks; or of `expert_ranks` over which experts are spread.
 
     target: a built-in Llama ('llama-3-8b'), 'hf:CONFIG.json' or 'hf:TYPE', a config of transformers, or a model that
         has one.
@@ -196,6 +198,8 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
     if cache == "paged":
         pack(own.model)
         pick_experts(own.model)
+    if expert_ranks > 1:
+        return replace(own, spread=spread_experts(own.model, expert_ranks, own.title))
     if ranks == 1:
         return own
     if _in_layers(model, share) * ranks > MOST_COPIED * _in_layers(whole, config):
