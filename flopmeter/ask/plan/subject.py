@@ -168,7 +168,7 @@ def _find_layers(model: nn.Module) -> str:
 
 @lru_cache(maxsize=1)
 def _cut(make: Callable[[], nn.Module], path: str, layers: tuple[int, ...]) -> nn.Module:
-    """The model with only these of the layers at that path. To make a hundred of them takes longer than to meter two."""
+    """The model with only these of the layers at that path. To make a hundred takes longer than to meter two."""
     model = _on_meta(make)
     holder, _, name = path.rpartition(".")
     whole = model.get_submodule(path)

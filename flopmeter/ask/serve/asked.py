@@ -149,8 +149,8 @@ def _of_spread_experts(plan: ServingPlan, own: StepModel) -> Iterator[str]:
     if layers := own.decoder.spread:
         yield (
             f"each GPU has {counted(layers[0].held, 'expert')} of a layer, all else of the model, and requests of its"
-            " own; tokens go to their experts and back by two all-to-alls of NCCL a layer, and all GPUs wait for the one"
-            " that gets the most"
+            " own; tokens go to their experts and back by two all-to-alls of NCCL a layer, and all GPUs wait for the"
+            " one that gets the most"
         )
 
 
