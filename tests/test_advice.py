@@ -1,4 +1,4 @@
-"""Where to win: the first advice names a program's fault, and wins what the mended program does."""
+"""Where to win: advice names a program's fault, and wins what the mended program does."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ def fault(request):
     return fault, fault.report(is_mended=False)
 
 
-def test_the_first_advice_names_the_fault_and_wins_what_the_mended_program_does(fault):
+def test_the_first_advice_on_needless_work_names_the_fault_and_wins_what_the_mended_program_does(fault):
     fault, report = fault
-    first = report.advice[0]
+    first = next(each for each in report.advice if each.is_fault)
     assert first.remedy.startswith(fault.remedy)
-    assert first.is_fault
     mended = fault.report(is_mended=True).seconds / fault.times
     assert first.gain_seconds == pytest.approx(report.seconds - mended, rel=0.05)
     assert first.run_seconds_then == pytest.approx(report.seconds - first.gain_seconds)
@@ -74,8 +73,8 @@ def test_the_gain_is_that_of_the_mended_program_on_devices_that_outrun_the_host(
     """Views and module calls count there: the host is as slow as the device."""
     fault = FAULTS[name]._replace(hardware=device)
     before, mended = (fault.report(is_mended=is_mended) for is_mended in (False, True))
-    assert before.advice[0].remedy.startswith(fault.remedy)
-    assert before.advice[0].gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.03)
+    (told,) = (each for each in before.advice if each.remedy.startswith(fault.remedy))
+    assert told.gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.03)
 
 
 def test_a_graph_of_compiled_kernels_is_told_where_it_is_faster_than_one_of_eager_kernels():
@@ -348,8 +347,7 @@ def test_a_loop_over_heads_is_told_that_one_call_for_all_wins_more():
     for run, is_loop in ((one_by_one, True), (at_once, False)):
         with FlopMeter(H100) as meter:
             run()
-        advice = meter.report().advice[0]
-        assert "scaled_dot_product_attention" in advice.remedy
+        (advice,) = (each for each in meter.report().advice if "scaled_dot_product_attention" in each.remedy)
         assert ("heads run one by one" in advice.why) == is_loop
 
 
@@ -788,17 +786,18 @@ def test_a_tensor_that_grows_and_is_flattened_has_to_be_in_one_piece():
     assert is_told(False)
 
 
-def test_a_minor_fault_stands_by_what_it_wins():
-    """An optimizer op by op wins less than a twentieth here, and torch.compile more than that. (A fault that wins more
-    stands first whatever else wins: NCHW under AMP, above.)"""
-    with torch.device("meta"):
-        layers = (each for _ in range(6) for each in (nn.Linear(4096, 4096), nn.GELU(), nn.LayerNorm(4096)))
-        net, x = nn.Sequential(*layers).to(HALF), torch.empty(24576, 4096, dtype=HALF)
-    with FlopMeter(H100) as meter:
-        trained(net, (x,))()
-    first, second = meter.report().advice
-    assert (first.is_fault, second.is_fault) == (False, True)
-    assert second.gain_seconds < first.gain_seconds
+@pytest.mark.parametrize("name", ["NCHW under AMP", "clipped one by one", "casts around norms", "eager attention"])
+def test_the_change_that_wins_most_is_told_first_be_it_needless_work_or_another_way_to_run(name):
+    gains = [each.gain_seconds for each in FAULTS[name].report(is_mended=False).advice]
+    assert gains == sorted(gains, reverse=True)
+    assert len(gains) > 1
+
+
+def test_ways_to_send_less_from_the_host_come_after_a_batch_so_small_that_it_is_a_fault():
+    """A larger batch makes them needless."""
+    remedies = [each.remedy for each in FAULTS["tiny batch"].report(is_mended=False).advice]
+    assert "times the batch" in remedies[0]
+    assert any("CUDA graph" in each for each in remedies[1:])
 
 
 def test_a_source_line_is_told_where_the_trace_has_it():

@@ -92,7 +92,7 @@ def floor_seconds(report: Report) -> float:
 
 def _heading(report: Report) -> str:
     if report.advice:
-        how = "wall-clock; needless work first; each change predicted alone, with the uncertainty of the time above"
+        how = "wall-clock; the largest win first; each change predicted alone, with the uncertainty of the time above"
         return f"where to win ({how}):"
     floor = floor_seconds(report)
     of_floor = (

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 LEAST_GAIN = 0.03  # of the run's wall-clock: below that no advice is worth a change of the program
 
-MINOR_FAULT = 0.05  # of the wall-clock: a fault that wins less is sorted by its gain, among other ways to run
-
 WHOLE = "the whole program"
 WAITS = "the device waits for the host before it"
 WAITS_FOR_LINK = "the computing stream waits for communication before it"

@@ -29,21 +29,25 @@ from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything
 from flopmeter.report.advice.spots import Timed, floor_of, modules_and_lines, places_of, spot_of, timed, wall_clock
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.report import Report
-from flopmeter.report.wins import LEAST_GAIN, MINOR_FAULT, WHOLE, Advice
+from flopmeter.report.wins import LEAST_GAIN, WHOLE, Advice
 
 
 @draws(VIEWS, "advice")
 def advice_of(report: Report) -> tuple[Advice, ...]:
-    """The advice in the order in which to follow it. Faults come first: mending one costs nothing and helps however the
-    program runs later. Then come other ways to run the program, with minor faults among them, by what they win. A
-    larger batch comes last in each group, since a model learns differently with it."""
+    """The advice in the order in which to follow it: by what it wins. A larger batch comes last, since a model learns
+    differently with it; but where the batch is so small that it is a fault, the other ways to run come after it, which
+    it makes needless."""
     if report.in_mode is None or not report.timings or not report.seconds:
         return ()
     proposals = (proposal for remedy in REMEDIES for proposal in remedy(report))
     found = [(each.times > 1, _advice(report, each)) for each in proposals if _is_about(each, report)]
     worth = [pair for pair in found if pair[1].gain_seconds >= LEAST_GAIN * report.seconds]
-    worth.sort(key=lambda pair: (not _comes_first(pair[1], report), pair[0], -pair[1].gain_seconds))
-    return tuple(advice for _, advice in worth)
+    is_tiny = any(is_batch and advice.is_fault for is_batch, advice in worth)
+
+    def place(is_batch: bool, advice: Advice) -> tuple[bool, bool, float]:
+        return is_tiny and not advice.is_fault, is_batch, -advice.gain_seconds
+
+    return tuple(advice for _, advice in sorted(worth, key=lambda pair: place(*pair)))
 
 
 _PICO = 12  # digits of a second: below them the difference of two sums over the same kernels is rounding
@@ -52,10 +56,6 @@ _PICO = 12  # digits of a second: below them the difference of two sums over the
 def _is_about(proposal: Proposal, report: Report) -> bool:
     """Whether the report has kernels that the proposal is about: a report may be of some of the ops only."""
     return bool(proposal.then.timings) and any(proposal.concerns(kernel) for kernel, _ in timed(report))
-
-
-def _comes_first(advice: Advice, report: Report) -> bool:
-    return advice.is_fault and advice.gain_seconds >= MINOR_FAULT * report.seconds
 
 
 def _advice(report: Report, proposal: Proposal) -> Advice:
