@@ -111,7 +111,7 @@ class Decoder:
     def _no_kernels(self) -> str:
         return (
             f"transformers takes no other kernels for the attention of {self.title}, so that a paged cache cannot be"
-            " read: take cache='transformers'"
+            " read: take cache='transformers' (--cache transformers)"
         )
 
     def _check(self, kept: Sequence[KeptLayer], kernels: Sequence[Kernel]) -> None:
@@ -143,6 +143,11 @@ class Decoder:
         raise ServingError(f"{self.title} of transformers takes no cache that a server could hold: it cannot be served")
 
     @property
+    def _own_attention(self) -> str:
+        """The one that transformers takes for the model by itself."""
+        return "sdpa" if getattr(self._language, "_supports_sdpa", True) else "eager"
+
+    @property
     def _latent_layers(self) -> list[Any]:
         """Layers of multi-head latent attention that cache the latent."""
         return [module for module in self.model.modules() if hasattr(module, "expand_kv")]
@@ -157,7 +162,7 @@ class Decoder:
         is_paged = self.cache == "paged"
         ids = torch.empty(batch, new, dtype=torch.long, device="meta")
         for config in (self.model.config, self.config):
-            config._attn_implementation = PAGED if is_paged else "sdpa"
+            config._attn_implementation = PAGED if is_paged else self._own_attention
         absorbed = self._latent_layers if is_paged and new <= MOST_DECODED_TOKENS else []
         with torch.no_grad(), _absorbed(absorbed, new), with_kernels(self.model):
             out = self.model(input_ids=ids, use_cache=True, logits_to_keep=logits, **{self._cache_argument: cache})
