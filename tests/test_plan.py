@@ -553,7 +553,10 @@ def test_a_config_of_transformers_brings_its_own_plan():
         ({"world": 0}, "world must be a positive whole number"),
         ({"batch": 7}, "no split of 8 GPUs divides 7 sequences"),
         ({"only": {"tp": 8}, "length": 2047}, "no split of 8 GPUs divides 8 sequences of 2,047 tokens"),
-        ({"only": {"tp": 8}, "length": 2047}, r"another batch= \(--batch\), length= \(--seq\) or world= \(--gpus\) may"),
+        (
+            {"only": {"tp": 8}, "length": 2047},
+            r"another batch= \(--batch\), length= \(--seq\) or world= \(--gpus\) may",
+        ),
         ({"memory": -1.0}, "memory must be a positive number"),
         ({"only": {"gpus": 3}}, "known are pp, dp, fsdp"),
         ({"only": {"tp": "two"}}, "'two' is no whole number"),
