@@ -541,3 +541,26 @@ def test_a_function_of_torchs_that_a_program_compiles_is_told_by_the_programs_li
         compiled(*tensors)
     (op,) = (op for op in meter.trace.ops if op.call.name == "flex_attention")
     assert __file__ in op.source
+
+
+def test_mfu_is_told_without_what_masks_hide_where_that_is_much():
+    """Documents of 128 tokens leave a block of 128 x 128 in each row of 16."""
+    q, k, v = qkv(2048)
+    documents = create_block_mask(lambda b, h, query, key: query // 128 == key // 128, None, None, 2048, 2048, "meta")
+    hidden = metered(lambda: compiled(q, k, v, block_mask=documents)).report()
+    assert hidden.visible_mfu == pytest.approx(hidden.mfu / 16)
+    assert f"MFU {hidden.mfu:.1%}".replace("%", " %") + " (" in str(hidden)
+    assert f"({hidden.visible_mfu:.1%}".replace("%", " %") + " without what masks hide)" in str(hidden)
+    assert "without what masks hide" in hidden.render("html")
+    seen = metered(lambda: compiled(q, k, v), causal="exact").report()
+    assert seen.visible_mfu == seen.mfu
+    assert "without what masks hide" not in str(seen)
+
+
+def test_mfu_without_what_masks_hide_is_that_of_attention_counted_where_visible():
+    def step() -> None:
+        F.scaled_dot_product_attention(*qkv(1024, grad=True), is_causal=True).sum().backward()
+
+    full, exact = (metered(step, causal=causal).report() for causal in ("full", "exact"))
+    assert full.mfu > 1.9 * exact.mfu
+    assert full.visible_mfu == pytest.approx(exact.mfu)

@@ -553,6 +553,10 @@ def test_a_config_of_transformers_brings_its_own_plan():
         ({"world": 0}, "world must be a positive whole number"),
         ({"batch": 7}, "no split of 8 GPUs divides 7 sequences"),
         ({"only": {"tp": 8}, "length": 2047}, "no split of 8 GPUs divides 8 sequences of 2,047 tokens"),
+        (
+            {"only": {"tp": 8}, "length": 2047},
+            r"another batch= \(--batch\), length= \(--seq\) or world= \(--gpus\) may",
+        ),
         ({"memory": -1.0}, "memory must be a positive number"),
         ({"only": {"gpus": 3}}, "known are pp, dp, fsdp"),
         ({"only": {"tp": "two"}}, "'two' is no whole number"),
@@ -597,3 +601,21 @@ def test_without_numpy_sequences_stay_whole_and_whoever_wishes_for_more_is_told(
     assert {split.cp for split in splits(bounds, {})} == {1}
     with pytest.raises(PlanError, match="pip install numpy"):
         list(splits(bounds, {"cp": (2,)}))
+
+
+def test_the_whole_model_is_made_once_for_all_shapes_of_its_layers():
+    """Whole models have a hundred layers of which two are metered for each of hundreds of shapes."""
+    made = []
+
+    def build() -> nn.Module:
+        made.append(Llama(LlamaConfig(layers=2, width=256, heads=4, kv_heads=4, hidden=512, vocabulary=512)))
+        return made[-1]
+
+    found = plan(build, 8, "h100-sxm5-80gb", length=256, only={"cp": 1, "pp": 1, "microbatch": 1}, rows=1)
+    assert found.metered > 6
+    assert len(made) == 2  # to look at, and to cut
+
+
+def test_one_sequence_is_no_sequences():
+    tiny = LlamaConfig(layers=1, width=256, heads=4, kv_heads=4, hidden=512, vocabulary=1024)
+    assert " 1 sequence of 128 tokens a step" in plan(tiny, 1, batch=1, length=128).title

@@ -342,6 +342,9 @@ def test_samples_are_tuples_or_dictionaries_of_tensors_integers_words_and_images
     assert (image.shape, image.dtype, label) == ((3, 4, 4), torch.float16, 0)
     pytest.importorskip("PIL")
     assert sample_of("4x6:image").value().size == (6, 4)  # width and height
+    modes = {"4x6:image": "RGB", "1x4x6:image": "L", "3x4x6:image": "RGB", "4x4x6:image": "RGBA"}
+    assert {text: sample_of(text).value().mode for text in modes} == modes
+    assert sample_of("1x4x6:image").value().size == (6, 4)
     named = sample_of("ids=8:5,text=3:text").value()
     assert named["ids"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert named["text"] == "word word word"

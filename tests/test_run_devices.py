@@ -53,7 +53,18 @@ def test_a_device_on_which_the_script_fails_is_left_out_with_its_error(script):
 
 
 def test_the_price_is_that_of_all_ranks(script):
-    words = ("--hardware", "l4,l40s", "--price", "l4=0.5", "--gpus", "2", "--format", "json")
+    words = ("--hardware", "l4,l40s", "--price", "l4=0.5", "--kwh", "0.36", "--gpus", "2", "--format", "json")
     done = flopmeter(*words, "--", "torchrun", "--nproc-per-node", "2", script)
     row = next(row for row in json.loads(done.stderr)["rows"] if row["hardware"] == "l4")
     assert row["dollars_per_hour"] == 1.0
+    assert row["energy_dollars"] == pytest.approx(2 * row["joules"] * 0.36 / 3.6e6)
+
+
+def test_the_energy_of_a_step_costs_its_kilowatt_hours_on_one_device_and_on_several(script):
+    price = 0.3 / 3.6e6  # dollars a joule
+    done = flopmeter("--hardware", "l4,h100-sxm5-80gb", "--kwh", "0.3", "--format", "json", script)
+    for row in json.loads(done.stderr)["rows"]:
+        assert row["energy_dollars"] == pytest.approx(price * row["joules"])
+    alone = flopmeter("--hardware", "l4", "--kwh", "0.3", "--format", "json", script)
+    totals = json.loads(alone.stderr)["totals"]
+    assert totals["energy_dollars"] == pytest.approx(price * totals["joules"])

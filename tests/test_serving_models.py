@@ -108,8 +108,14 @@ def test_a_config_that_transformers_refuses_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(found.value)
 
 
-def test_a_model_whose_attention_takes_no_other_kernels_is_served_with_the_cache_that_its_refusal_names():
-    config = transformers.FalconConfig(num_hidden_layers=2)
+@pytest.mark.parametrize(
+    "config",
+    [transformers.FalconConfig(num_hidden_layers=2), transformers.MptConfig(n_layers=2)],
+    ids=["sdpa", "written out"],
+)
+def test_a_model_whose_attention_takes_no_other_kernels_is_served_with_the_cache_that_its_refusal_names(config):
+    with pytest.raises(ServingError, match=r"take cache='transformers' \(--cache transformers\)"):
+        serving(config, [H100], prompt=64, output=16)
     assert serving(config, [H100], prompt=64, output=16, cache="transformers").rows
 
 

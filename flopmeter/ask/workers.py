@@ -41,8 +41,22 @@ def results_of(
     started = None
     if executor is None and workers > 1 and len(jobs) > 1:
         # Spawned, not forked: torch has threads by now.
-        started = ProcessPoolExecutor(min(workers, len(jobs)), mp_context=get_context("spawn"))
+        started = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _keep, (run,))
     with started or nullcontext():
-        pool = executor or started
-        results = iter(map(run, jobs) if pool is None else pool.map(run, jobs))
+        if started is not None:
+            results = started.map(_run_kept, jobs)
+        else:
+            results = iter(map(run, jobs) if executor is None else executor.map(run, jobs))
         return [next(results) for _ in progress(jobs)]
+
+
+_kept: list[Callable[[Any], Any]] = []  # in a process that was started here: what runs each of its jobs
+
+
+def _keep(run: Callable[[Any], Any]) -> None:
+    """Once in each process, so that what `run` remembers of one job serves the next one."""
+    _kept[:] = [run]
+
+
+def _run_kept(job: Any) -> Any:
+    return _kept[0](job)

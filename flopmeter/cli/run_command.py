@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
-from flopmeter.cli.command import Command, add_format, device_list, number, picked, share, show
+from flopmeter.cli.command import Command, add_energy_price, add_format, device_list, number, picked, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.progress import Progress
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
@@ -53,6 +53,7 @@ def _run(options: argparse.Namespace) -> int:
         on_out_of_memory=options.oom or ("raise" if len(devices) == 1 else "report"),
         shims=tuple(options.shim),
         **picked(options, "steps", "strict_values", "mask_fraction", "mode", "synthetic", "without_weights"),
+        **picked(options, "dollars_per_kwh"),
     )
     if len(devices) > 1:
         return _compare(script, devices, wishes, launch.environment, options)
@@ -128,6 +129,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--price", metavar="NAME=DOLLARS|FILE", action="append", default=[],
         help="dollars per hour of a device that is compared, or a YAML file of them (see flopmeter compare)",
     )  # fmt: skip
+    add_energy_price(parser)
     parser.add_argument(
         "--steps", type=number, default=DEFAULT_STEPS,
         help="stop after so many (default: %(default)s); one that only infers after 32 calls and 10 s",

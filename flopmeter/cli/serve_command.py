@@ -32,7 +32,7 @@ def _serve(options: argparse.Namespace) -> int:
         prices=prices.dollars_per_hour,
         progress=options.progress.over,
         **picked(options, "prompt", "slo", "gpus", "mode", "weights", "kv", "draft", "draft_tokens", "acceptance"),
-        **picked(options, "disaggregated", "cache", "cluster", "dollars_per_kwh"),
+        **picked(options, "expert_parallel", "disaggregated", "cache", "cluster", "dollars_per_kwh"),
     )
     show(result.with_note(prices.source).with_note(f"ran: {options.command}").render(options.format), options)
     if options.plot:
@@ -59,6 +59,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--slo", metavar="ttft=500ms,tpot=30ms", type=_slo, help="latencies to keep to: first token, each other token"
     )
     add("--gpus", metavar="N", type=number, default=1, help="tensor parallel GPUs of one copy (default: %(default)s)")
+    add(
+        "--expert-parallel", action="store_true",
+        help="spread experts over them instead; each has all else, and requests of its own",
+    )  # fmt: skip
     add("--cluster", metavar="NAME|FILE", help="links between GPUs (default: those that each device comes in)")
     add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")
     add_energy_price(gpus)

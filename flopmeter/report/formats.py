@@ -90,7 +90,7 @@ def answer(report: Report) -> list[str]:
         f" · device busy {duration(report.kernel_seconds)}{streams}, host {duration(report.launch_seconds)},"
         f" idle {percent_of(report.idle_seconds, report.seconds):.0f} %"
         f" · {report.flops / report.seconds / 1e12 if report.seconds else 0:.1f} TFLOP/s,"
-        f" MFU {percent(report.mfu, 1)} %"
+        f" MFU {report.mfu_in_words}"
         f" · peak memory {with_prefix(report.peak_memory_bytes, 'B')}",
         f"{report.regime}-bound · of the wall-clock: {_shares(report)}",
         *cautions(report),
@@ -238,7 +238,7 @@ def csv_of(report: Report, rows: Iterable[Row]) -> str:
 
 TOTALS = (
     "flops", "model_flops", "executed_flops", "macs", "bytes_read", "bytes_written", "seconds", "seconds_low",
-    "seconds_high", "kernel_seconds", "launch_seconds", "peak_memory_bytes", "mfu", "hfu", "regime",
+    "seconds_high", "kernel_seconds", "launch_seconds", "peak_memory_bytes", "mfu", "visible_mfu", "hfu", "regime",
     "joules", "watts", "clocks", "energy_dollars", "later_step_seconds",
 )  # fmt: skip
 

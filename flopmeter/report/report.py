@@ -29,7 +29,7 @@ from flopmeter.records import (
     Timing,
 )
 from flopmeter.report.drawers import FORMATS, VIEWS, rendered
-from flopmeter.report.quantities import in_ms
+from flopmeter.report.quantities import in_ms, percent
 from flopmeter.report.ran import NOT_SAID, Ran
 from flopmeter.report.rows import GROUPINGS, By, Row, RowTotals
 from flopmeter.report.unfused_attention import Unfused
@@ -39,6 +39,7 @@ from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.peak_memory import Memory
 
 JOULES_PER_KWH = 3.6e6
+LARGE_HIDDEN = 0.1  # of the MFU: where masks hide as much, as those of packed texts do, it is told without that too
 NAMED_FROM = 0.01  # of the time of the module that takes longest: a shorter one is not in the headline
 
 
@@ -262,6 +263,20 @@ class Report:
     def mfu(self) -> float:
         """Model FLOPs utilization: time that the model's FLOPs would take at spec peak, over `seconds`."""
         return self._share_of_peak(self.model_flops)
+
+    @property
+    def visible_mfu(self) -> float:
+        """The same without what masks hide of attention, however `causal` counts it."""
+        costs = (kernel.cost for kernel in self.kernels if kernel.op.phase != "recompute" and self.causal == "full")
+        hidden = sum(cost.masked_flops - cost.masked_recomputed_flops for cost in costs)
+        return self._share_of_peak(self.model_flops - hidden)
+
+    @property
+    def mfu_in_words(self) -> str:
+        """'51.0 % (37.2 % without what masks hide)'; most often without the second figure."""
+        hides_much = self.visible_mfu < (1 - LARGE_HIDDEN) * self.mfu
+        visible = f" ({percent(self.visible_mfu, 1)} % without what masks hide)" if hides_much else ""
+        return f"{percent(self.mfu, 1)} %{visible}"
 
     @property
     def hfu(self) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ def compare_devices(
 
 
 def _on_device(job: _ScriptJob, numbered: tuple[int, Hardware]) -> DeviceResult:
-    number, device = numbered
+    (number, device), gpus = numbered, job.wishes.gpus
     with ExitStack() as undo:
         if number:
             nowhere = undo.enter_context(open(os.devnull, "w"))
@@ -75,7 +76,15 @@ def _on_device(job: _ScriptJob, numbered: tuple[int, Hardware]) -> DeviceResult:
     try:
         report = report_of(runs, job.script.name)
         dollars = job.dollars_per_hour.get(device.name)
-        result = result_of(report.step, dollars and dollars * job.wishes.gpus)
+        result = _of_all_ranks(result_of(report.step, dollars and dollars * gpus), gpus)
     except HardwareError as lacking:
         return DeviceResult(None, why=str(lacking))
     return result._replace(title=f"{report.headline}\n{result.title}")
+
+
+def _of_all_ranks(result: DeviceResult, ranks: int) -> DeviceResult:
+    """The energy costs what all ranks pay, as their hours do; watts and joules stay those of one."""
+    row = result.row
+    if row is None or row.energy_dollars is None:
+        return result
+    return result._replace(row=replace(row, energy_dollars=ranks * row.energy_dollars))

@@ -54,6 +54,7 @@ class Wishes:
     shims: packages of CUDA kernels that flopmeter stands in for (see shims).
     synthetic: what stands in for data that is not there: 'first', or a sample (see synthetic.py).
     without_weights: a file of weights that is not there leaves its model as it was made.
+    dollars_per_kwh: what energy costs.
     """
 
     gpus: int = 1
@@ -67,6 +68,7 @@ class Wishes:
     shims: tuple[str, ...] = ()
     synthetic: str | None = None
     without_weights: bool = False
+    dollars_per_kwh: float | None = None
 
 
 class ScriptSession:
@@ -81,6 +83,7 @@ class ScriptSession:
             routing="balanced",
             checks="hold",
             mask_fraction=wishes.mask_fraction,
+            dollars_per_kwh=wishes.dollars_per_kwh,
             unknown=None if wishes.strict_values else "stand-in",
             source=True,  # the lines of a script that its reader knows; a twentieth of the time
         )

@@ -31,26 +31,27 @@ SAMPLES = 2**16  # length of a data set that is missing; more than the steps of 
 ELEMENTS = 2**26  # length of an array in a file of numpy's, if nobody says it
 ABSENT = (OSError, RuntimeError, AssertionError)  # raised by torchvision, and by code that opens files or asserts them
 TEXT, IMAGE = "text", "image"
+_MODES = {(): "RGB", (1,): "L", (3,): "RGB", (4,): "RGBA"}  # of Pillow's images, by the channels before their size
 _GRAMMAR = "fields with commas between them, each [NAME=]SHAPE[:DTYPE or :COUNT] or (fields), such as 3x224x224,:1000"
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
     """One part of a sample. `below`: integers from 0 up to it; in place of a tensor `words`: a text of so many;
-    `is_image`: an image of Pillow's, in colour, of that height and width."""
+    `image`: an image of Pillow's of that mode, height and width."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     below: int | None = None
     words: int | None = None
-    is_image: bool = False
+    image: str | None = None
 
     def value(self) -> Any:
         """A tensor, a text or an image. Integers differ, so that they may choose among embeddings or experts."""
         if self.words is not None:
             return " ".join(["word"] * self.words)
-        if self.is_image:
-            return importlib.import_module("PIL.Image").new("RGB", self.shape[::-1])
+        if self.image is not None:
+            return importlib.import_module("PIL.Image").new(self.image, self.shape[::-1])
         with no_dispatch_modes():
             if self.below is None:
                 return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
@@ -115,8 +116,8 @@ def _field_of(kind: str, text: str) -> Field:
         shape = tuple(int(size) for size in sizes.split("x") if sizes)
         if last == TEXT:
             return Field((), words=shape[0] if shape else 1)
-        if last == IMAGE and len(shape) == 2:
-            return Field(shape, is_image=True)
+        if last == IMAGE and len(shape) >= 2 and shape[:-2] in _MODES:
+            return Field(shape[-2:], image=_MODES[shape[:-2]])
         if last.isdigit():
             return Field(shape, torch.int64, below=int(last))
         dtype = getattr(torch, last or "float32")

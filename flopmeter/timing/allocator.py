@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple, Protocol
 
 from flopmeter.records import DEFAULT_STREAM
@@ -81,6 +83,9 @@ class Pool(NamedTuple):
     stream: int
 
 
+_pool = cache(Pool)
+
+
 @dataclass(slots=True, eq=False)
 class Piece:
     """A part of a segment, used or free, between its neighbours."""
@@ -102,16 +107,17 @@ class CachingAllocator:
         self._last: dict[Pool, Piece] = {}  # of each expandable segment
         self._used_bytes = 0
         self._next_address = 0
-        self._free: dict[Pool, list[tuple[int, int, Piece]]] = {}  # by size, then address
+        self._free: defaultdict[Pool, list[tuple[int, int, Piece]]] = defaultdict(list)  # by size, then address
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
 
     def allocate(self, nbytes: int, stream: int = DEFAULT_STREAM) -> Piece:
         """A piece of at least `nbytes`. Raises OutOfMemoryError."""
         size = round_up(nbytes, BLOCK_BYTES)
-        pool = Pool(size <= SMALL_BYTES, stream)
-        add = self._expand if self._expands else self._new_segment
-        piece = self._best_fit(size, pool) or add(size, pool)
+        pool = _pool(size <= SMALL_BYTES, stream)
+        piece = self._best_fit(size, pool)
+        if piece is None:
+            piece = self._expand(size, pool) if self._expands else self._new_segment(size, pool)
         rest = piece.nbytes - size
         if rest >= BLOCK_BYTES if pool.is_small or self._expands else rest > SMALL_BYTES:
             self._split(piece, size)
@@ -134,9 +140,9 @@ class CachingAllocator:
         self._offer(piece)
 
     def _best_fit(self, size: int, pool: Pool) -> Piece | None:
-        free = self._free.setdefault(pool, [])
+        free = self._free[pool]
         index = bisect_left(free, (size, -1))
-        if index + 1 < len(free) and free[index][2] is self._last.get(pool):
+        if self._expands and index + 1 < len(free) and free[index][2] is self._last.get(pool):
             index += 1  # the end of an expandable segment counts as large as it can become
         return free.pop(index)[2] if index < len(free) else None
 

@@ -146,6 +146,7 @@ class _RankOfSplit:
         self.activities: list[Activity] = []
         self._costs: list[PassCost | None] = []  # of each activity that computes
         self._streams: dict[Party, int] = {}
+        self._prices: dict[Collective, tuple[float, Transfer]] = {}
         self._scatters: list[int] = []
         self._last_scatter: tuple[int, ...] = ()
         self._done: tuple[int, ...] = ()  # the last activity of the pass that the program is at
@@ -300,12 +301,16 @@ class _RankOfSplit:
         return self._transfer(collective, stream, after, party=party)
 
     def _transfer(self, collective: Collective, stream: int, after: tuple[int, ...], **party: Party) -> tuple[int, ...]:
+        if collective not in self._prices:
+            self._prices[collective] = self._price(collective)
+        seconds, demand = self._prices[collective]
+        return self._add(seconds, demand, stream, after, **party)
+
+    def _price(self, collective: Collective) -> tuple[float, Transfer]:
         device, cluster = self._work.hardware, self._work.cluster
         price = price_collective(collective, cluster)
-        demand = transfer_of(
-            collective, price, cluster.intra.transport, device.sm_count, device.sustained_bandwidth_bytes_per_s
-        )
-        return self._add(price.seconds, demand, stream, after, **party)
+        bandwidth = device.sustained_bandwidth_bytes_per_s
+        return price.seconds, transfer_of(collective, price, cluster.intra.transport, device.sm_count, bandwidth)
 
     # --- what came of it ---
 

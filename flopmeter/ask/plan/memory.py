@@ -35,13 +35,11 @@ class MemoryUse(NamedTuple):
 def memory_of(work: SplitWork, usable_bytes: int | None = None) -> MemoryUse:
     """The memory that the split takes. Raises OutOfMemoryError if it exceeds `usable_bytes` even after the allocator
     has given unused segments back."""
-    ranks = _fullest(work.split)
-    uses = [RankMemory(work, rank, most_bytes=usable_bytes).step() for rank in ranks]
-    use = MemoryUse(max(use.peak_bytes for use in uses), max(use.reserved_bytes for use in uses))
-    if usable_bytes is not None and use.reserved_bytes > usable_bytes:
-        for rank in ranks:
+    uses = {rank: RankMemory(work, rank, most_bytes=usable_bytes).step() for rank in _fullest(work.split)}
+    for rank, use in uses.items():
+        if usable_bytes is not None and use.reserved_bytes > usable_bytes:
             RankMemory(work, rank, capacity_bytes=usable_bytes).step()
-    return use
+    return MemoryUse(*map(max, zip(*uses.values(), strict=True)))
 
 
 def least_bytes(work: SplitWork) -> float:
@@ -281,12 +279,13 @@ class RankMemory:
         return chunk * self._split.pp + self._rank < self._split.stages - 1
 
     def _take(self, nbytes: float, stream: int = DEFAULT_STREAM) -> _Taken:
-        taken = _Taken(self._allocator.allocate(round(nbytes), stream), round(nbytes))
-        self._in_use += taken.nbytes
-        self._peak = max(self._peak, self._in_use)
-        if self._most_bytes is not None and self._in_use > self._most_bytes:
-            raise OutOfMemoryError(f"rank {self._rank} needs more than {self._most_bytes} bytes")
-        return taken
+        size = round(nbytes)
+        self._in_use += size
+        if self._in_use > self._peak:
+            self._peak = self._in_use
+            if self._most_bytes is not None and self._peak > self._most_bytes:
+                raise OutOfMemoryError(f"rank {self._rank} needs more than {self._most_bytes} bytes")
+        return _Taken(self._allocator.allocate(size, stream), size)
 
     def _give(self, blocks: list[_Taken]) -> None:
         for taken in blocks:

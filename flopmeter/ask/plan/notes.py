@@ -89,8 +89,8 @@ def nothing_divides(subject: Subject, bounds: Bounds, wishes: Mapping[str, tuple
         if why and 1 not in wishes.get(name, (1,)):
             return f"{name} is 1 here{asked}: {why}"
     return (
-        f"no split of {bounds.world:,} GPUs divides {bounds.batch:,} sequences of {bounds.length:,} tokens, "
-        f"{bounds.layers} layers and {bounds.heads or 'no'} heads evenly{asked}: another batch=, length= or world= may"
+        f"no split of {bounds.world:,} GPUs divides {bounds.work}, {bounds.layers} layers and"
+        f" {bounds.heads or 'no'} heads evenly{asked}: another batch= (--batch), length= (--seq) or world= (--gpus) may"
     )
 
 

@@ -44,7 +44,7 @@ class Search:
         subject, bounds = self._subject, self._bounds
         return (
             f"{subject.name}, {figure(subject.parameters / 1e9)} B parameters · {bounds.world:,} × "
-            f"{self._where.hardware.title} · {bounds.batch:,} sequences of {bounds.length:,} tokens a step"
+            f"{self._where.hardware.title} · {bounds.work} a step"
         )
 
     def rows(

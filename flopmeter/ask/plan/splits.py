@@ -120,6 +120,10 @@ class Bounds(NamedTuple):
     experts: int | None  # of each layer; None: the model has none that can be split
     can_defer: bool  # gradients of weights can have passes of their own
 
+    @property
+    def work(self) -> str:
+        return f"{self.batch:,} {'sequence' if self.batch == 1 else 'sequences'} of {self.length:,} tokens"
+
 
 WITHOUT_NUMPY = "torch's context parallelism needs NumPy, which is not installed: pip install numpy"
 

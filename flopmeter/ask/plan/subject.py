@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -50,14 +50,7 @@ class Subject(NamedTuple):
 
     def model(self, layers: list[int] | None = None) -> nn.Module:
         """The model on meta, with only these layers; None: with all."""
-        model = _on_meta(self.make)
-        if layers is not None:
-            holder, _, name = self.layers.rpartition(".")
-            whole = model.get_submodule(self.layers)
-            every = list(whole.children())
-            kept = [copy.deepcopy(every[index]) for index in layers]
-            setattr(model.get_submodule(holder), name, _like(whole, kept))
-            _tell_config(model, layers)
+        model = _on_meta(self.make) if layers is None else copy.deepcopy(_cut(self.make, self.layers, tuple(layers)))
         if self.fp8:
             in_fp8(self.layers_of(model))
         return model
@@ -123,7 +116,7 @@ def _maker(build: Any) -> Callable[[], nn.Module]:
     if isinstance(build, nn.Module):
         return partial(copy.deepcopy, build)
     if callable(build):
-        return build
+        return partial(build)  # which has a hash, as objects that can be called need not
     raise PlanError(
         f"plan takes a model's name, a config, a module or a function that makes the model, not {type(build).__name__}"
     )
@@ -173,13 +166,25 @@ def _find_layers(model: nn.Module) -> str:
     return max(sizes, key=lambda name: (sizes[name], -len(name)))
 
 
+@lru_cache(maxsize=1)
+def _cut(make: Callable[[], nn.Module], path: str, layers: tuple[int, ...]) -> nn.Module:
+    """The model with only these of the layers at that path. To make a hundred takes longer than to meter two."""
+    model = _on_meta(make)
+    holder, _, name = path.rpartition(".")
+    whole = model.get_submodule(path)
+    every = list(whole.children())
+    setattr(model.get_submodule(holder), name, _like(whole, [copy.deepcopy(every[index]) for index in layers]))
+    _tell_config(model, layers)
+    return model
+
+
 def _like(whole: nn.Module, kept: list[nn.Module]) -> nn.Module:
     if isinstance(whole, nn.ModuleDict):
         return nn.ModuleDict({str(place): layer for place, layer in enumerate(kept)})
     return nn.ModuleList(kept)
 
 
-def _tell_config(model: nn.Module, layers: list[int]) -> None:
+def _tell_config(model: nn.Module, layers: Sequence[int]) -> None:
     """Tells the config which layers are left: models of transformers go by its numbers and kinds of layers."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):

@@ -26,6 +26,7 @@ class ServingPlan:
     output: int
     slo: Mapping[str, float]
     gpus: int
+    spreads_experts: bool  # over the GPUs, each of which has requests of its own; else they are tensor parallel
     mode: Mode
     weights: str | None  # None: as the model was published
     kv: str
@@ -41,6 +42,16 @@ class ServingPlan:
         return cluster_of(device, self.cluster)
 
     @property
+    def ranks(self) -> int:
+        """GPUs that work on a request together, as tensor parallel ranks."""
+        return 1 if self.spreads_experts else self.gpus
+
+    @property
+    def copies(self) -> int:
+        """GPUs, or groups of them, that work on requests of their own."""
+        return self.gpus // self.ranks
+
+    @property
     def cached(self) -> int:
         """Tokens of a prompt that are in the cache already, the same for all requests."""
         return min(round(self.prefix * self.prompt), self.prompt - 1)
@@ -49,6 +60,8 @@ class ServingPlan:
         """Raises ServingError for what makes no sense."""
         whole = ("prompt", "output", "gpus", "draft_tokens", "chunk")
         check_whole(ServingError, **{name: getattr(self, name) for name in whole})
+        if self.spreads_experts and self.gpus == 1:
+            raise ServingError("expert_parallel spreads experts over GPUs: say how many (gpus=8, --gpus 8)")
         if self.output == 1 and "tpot" in self.slo:
             raise ServingError("with one token wanted there is no time per token after the first: leave tpot out")
         if self.is_disaggregated and self.output == 1:
@@ -74,7 +87,8 @@ def check_draft(own: Decoder, draft: Decoder) -> None:
 
 
 def title_of(plan: ServingPlan, own: StepModel) -> str:
-    how = f", {plan.gpus} tensor parallel GPUs" if plan.gpus > 1 else ""
+    kind = "expert" if plan.spreads_experts else "tensor"
+    how = f", {plan.gpus} {kind} parallel GPUs" if plan.gpus > 1 else ""
     slo = ", ".join(f"{name.upper()} up to {duration(seconds)}" for name, seconds in plan.slo.items())
     return (
         f"{own.decoder.title} · {plan.prompt} tokens in, {plan.output} out{how} · weights {own.weights}, KV {plan.kv},"
@@ -93,10 +107,13 @@ def links_of(plan: ServingPlan, device: Hardware, prefill: StepCost, decode: Ste
     in_node = min(gpus, cluster.gpus_per_node)
     sizes = [*(block.gpus for block in cluster.intra.blocks if block.gpus < in_node), in_node]
     rates = [f"{figure(cluster.intra.sustained_among(set(range(size))) / 1e9)} GB/s among {size}" for size in sizes]
+    rates[-1] += " GPUs"
+    if gpus > in_node and cluster.inter is not None:
+        rates.append(f"{figure(cluster.inter.sustained_bytes_per_s / 1e9)} GB/s a GPU between nodes")
     shares = [percent(cost.link_seconds / cost.seconds) for cost in (prefill, decode)]
     return (
-        f"{said}: {', '.join(rates)} GPUs; collectives take {shares[0]} % of a step of prefill, {shares[1]} % of one of"
-        " decoding for one request"
+        f"{said}: {', '.join(rates)}; collectives take {shares[0]} % of a step of prefill, {shares[1]} % of one of"
+        " decoding for one request" + (" on each GPU" if plan.spreads_experts else "")
     )
 
 
@@ -110,6 +127,7 @@ def notes_of(
         "GPUs of their own for prefill" if plan.is_disaggregated else chunks,
         *links,
         *_of_model(own),
+        *_of_spread_experts(plan, own),
         *_of_requests(plan, own.decoder, draft),
         *_of_weights(own, devices),
     )
@@ -124,6 +142,15 @@ def _of_model(own: StepModel) -> Iterator[str]:
         yield (
             f"{with_prefix(states, 'B')} of a request's cache are states of linear attention, in fp32; none of their"
             " kernels was measured"
+        )
+
+
+def _of_spread_experts(plan: ServingPlan, own: StepModel) -> Iterator[str]:
+    if layers := own.decoder.spread:
+        yield (
+            f"each GPU has {counted(layers[0].held, 'expert')} of a layer, all else of the model, and requests of its"
+            " own; tokens go to their experts and back by two all-to-alls of NCCL a layer, and all GPUs wait for the"
+            " one that gets the most"
         )
 
 

@@ -27,6 +27,7 @@ from flopmeter.ask.serve.engine import choose_tokens, pack
 from flopmeter.ask.serve.headed import Headed
 from flopmeter.ask.serve.linear_attention import with_kernels
 from flopmeter.ask.serve.picked_experts import pick_experts
+from flopmeter.ask.serve.spread_experts import SpreadExperts, spread_experts
 from flopmeter.known_values.assumptions import DataDependentError
 from flopmeter.launch.grouped_matmul import in_one_kernel
 from flopmeter.meter import FlopMeter
@@ -50,6 +51,7 @@ class Decoder:
     ranks: int
     all_reduces: int = 0  # of the activations, in a step
     part_of: str | None = None  # the type of a model of images or sound, of which this is the language model
+    spread: tuple[SpreadExperts, ...] = ()  # of each layer whose experts are spread over GPUs
 
     @property
     def title(self) -> str:
@@ -114,7 +116,7 @@ class Decoder:
     def _no_kernels(self) -> str:
         return (
             f"transformers takes no other kernels for the attention of {self.title}, so that a paged cache cannot be"
-            " read: take cache='transformers'"
+            " read: take cache='transformers' (--cache transformers)"
         )
 
     def _check(self, kept: Sequence[KeptLayer], kernels: Sequence[Kernel]) -> None:
@@ -146,6 +148,11 @@ class Decoder:
         raise ServingError(f"{self.title} of transformers takes no cache that a server could hold: it cannot be served")
 
     @property
+    def _own_attention(self) -> str:
+        """The one that transformers takes for the model by itself."""
+        return "sdpa" if getattr(self._language, "_supports_sdpa", True) else "eager"
+
+    @property
     def _latent_layers(self) -> list[Any]:
         """Layers of multi-head latent attention that cache the latent."""
         return [module for module in self.model.modules() if hasattr(module, "expand_kv")]
@@ -161,7 +168,7 @@ class Decoder:
         is_paged = self.cache == "paged"
         ids = torch.empty(batch, new, dtype=torch.long, device="meta")
         for config in (self.model.config, self.config):
-            config._attn_implementation = PAGED if is_paged else "sdpa"
+            config._attn_implementation = PAGED if is_paged else self._own_attention
         absorbed = self._latent_layers if is_paged and new <= MOST_DECODED_TOKENS else []
         with torch.no_grad(), _absorbed(absorbed, new), with_kernels(self.model):
             out = self.model(input_ids=ids, use_cache=True, logits_to_keep=logits, **{self._cache_argument: cache})
@@ -174,8 +181,8 @@ def _runs_all_experts(kernel: Kernel) -> bool:
     return kernel.op.packet is aten.bmm and kernel.op.module.rpartition(".")[2] == "experts"
 
 
-def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
-    """The share of one of `ranks` tensor parallel ranks.
+def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged", expert_ranks: int = 1) -> Decoder:
+    """The share of one of `ranks` tensor parallel ranks; or of `expert_ranks` over which experts are spread.
 
     target: a built-in Llama ('llama-3-8b'), 'hf:CONFIG.json' or 'hf:TYPE', a config of transformers, or a model that
         has one.
@@ -202,6 +209,8 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
     if cache == "paged":
         pack(own.model)
         pick_experts(own.model)
+    if expert_ranks > 1:
+        return replace(own, spread=spread_experts(own.model, expert_ranks, own.title))
     if ranks == 1:
         return own
     if _in_layers(model, share) * ranks > MOST_COPIED * _in_layers(whole, config):

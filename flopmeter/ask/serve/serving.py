@@ -31,7 +31,7 @@ USUAL_CHUNK = 2048  # tokens of a prompt in a step
 
 
 class ServingPoint(NamedTuple):
-    """A server that works on `batch` requests at a time. Tokens are output tokens."""
+    """A server that works on `batch` requests at a time, on all its GPUs. Tokens are output tokens."""
 
     batch: int
     ttft_seconds: float
@@ -53,7 +53,7 @@ class ServingRow:
     gpus: int  # that one copy of the model is split over, and those of prefill alone for each copy
     weight_bytes: int  # on one GPU
     kv_bytes_per_request: float  # on one GPU, when its last token is made, without a prefix that all share
-    most_requests: int  # at a time, that memory holds
+    most_requests: int  # at a time, that memory holds, on all its GPUs
     prefill_seconds: float  # of one prompt alone
     step_seconds: float  # of decoding, of one request alone
     points: tuple[ServingPoint, ...]  # by rising batch
@@ -127,6 +127,7 @@ def serving(
     output: int,
     slo: str | Mapping[str, float] | None = None,
     gpus: int = 1,
+    expert_parallel: bool = False,
     mode: Mode = "cudagraph",
     weights: str | None = None,
     kv: str = "bf16",
@@ -151,6 +152,7 @@ def serving(
     prompt, output: tokens of each request.
     slo: latencies to keep to, as 'ttft=500ms,tpot=30ms' or in seconds, {'ttft': 0.5, 'tpot': 0.03}.
     gpus: that share one copy of the model, as tensor parallel ranks.
+    expert_parallel: the experts of each layer are spread over them instead; each has all else, and requests of its own.
     mode: how a step is launched; 'cudagraph' is what servers do.
     weights: 'bf16' (as the model has them), 'fp8', 'int8', 'int4', 'mxfp4' or 'nvfp4'; None: as its config says that it
         was published, else 'bf16'. kv: the cache, 'bf16' or 'fp8'.
@@ -168,9 +170,10 @@ def serving(
     """
     if draft is None and (acceptance is not None or draft_tokens is not None):
         raise ServingError("acceptance and draft_tokens are of a draft: give its model as draft")
-    check_flags(disaggregated=disaggregated)
+    check_flags(disaggregated=disaggregated, expert_parallel=expert_parallel)
     plan = ServingPlan(
-        prompt=prompt, output=output, slo=read_slo(slo), gpus=gpus, mode=mode, weights=weights, kv=kv,
+        prompt=prompt, output=output, slo=read_slo(slo), gpus=gpus, spreads_experts=expert_parallel, mode=mode,
+        weights=weights, kv=kv,
         chunk=_tokens_in_step(chunk, disaggregated), prefix=prefix,
         draft_tokens=4 if draft_tokens is None else draft_tokens,
         acceptance=0.7 if acceptance is None else acceptance, is_disaggregated=disaggregated,
@@ -181,10 +184,11 @@ def serving(
     devices = checked_devices([hardware] if isinstance(hardware, str | Hardware) else hardware, ServingError)
     dollars = checked_prices(prices or {}, devices)
 
-    def steps_of(model: Any) -> StepModel:
-        return StepModel(decoder(model, gpus, cache), mode, weights, kv, dict(meter_options), plan.cluster)
+    def steps_of(model: Any, expert_ranks: int) -> StepModel:
+        share = decoder(model, plan.ranks, cache, expert_ranks)
+        return StepModel(share, mode, weights, kv, dict(meter_options), plan.cluster)
 
-    own, other = steps_of(target), None if draft is None else steps_of(draft)
+    own, other = steps_of(target, plan.copies), None if draft is None else steps_of(draft, expert_ranks=1)
     if other is not None:
         check_draft(own.decoder, other.decoder)
     rows, links, unable = [], [], {}
@@ -228,7 +232,7 @@ class _Server:
             gpus=plan.gpus,
             weight_bytes=self._weight_bytes,
             kv_bytes_per_request=self._own_kv_bytes,
-            most_requests=most,
+            most_requests=most * plan.copies,
             prefill_seconds=self._work.prefill,
             step_seconds=self._work.decode(1),
             points=tuple(self._point(each) for each in shown),
@@ -344,7 +348,7 @@ class _Server:
         joules, watts = self._joules(batch), self._device.limit_watts
         if joules is None or watts is None or self._plan.is_disaggregated:
             return 0.0
-        return joules * batch / (self._plan.gpus * watts)
+        return joules * batch / (self._plan.ranks * watts)
 
     @property
     def _alone(self) -> StepCost:
@@ -364,29 +368,32 @@ class _Server:
                 " no batch keeps to the latencies"
             )
         if best.batch == min(most, MOST_REQUESTS):
+            copies, each = self._plan.copies, " on each GPU" if self._plan.spreads_experts else ""
             full = (
-                f"{most} requests fill the memory" if most <= MOST_REQUESTS else f"{MOST_REQUESTS} are the most metered"
+                f"{most * copies} requests fill the memory"
+                if most <= MOST_REQUESTS
+                else f"{MOST_REQUESTS}{each} are the most metered"
             )
             others = "" if best.tpot_seconds is None else f", TPOT {duration(best.tpot_seconds)}"
             return f"{full} (TTFT {duration(best.ttft_seconds)}{others})"
         over = " and ".join(self._over(loads[best.batch])) or "prefill, which takes all steps that there are,"
-        return f"{over} with more than {best.batch} requests at a time"
+        return f"{over} with more than {best.batch * self._plan.copies} requests at a time"
 
     def _point(self, each: Load) -> ServingPoint:
-        plan, copies = self._plan, 1 + each.prefill_servers
-        tokens_per_s = each.requests_per_s * plan.output
-        joules = self._joules(each.batch)
-        hourly = None if self._price is None else self._price * plan.gpus * copies
-        gpus = plan.gpus * copies
+        plan, joules = self._plan, self._joules(each.batch)
+        requests_per_s = each.requests_per_s * plan.copies
+        tokens_per_s = requests_per_s * plan.output
+        gpus = plan.gpus * (1 + each.prefill_servers)
+        hourly = None if self._price is None else self._price * gpus
         joules_per_token = None if joules is None else joules / plan.output
         return ServingPoint(
-            batch=each.batch,
+            batch=each.batch * plan.copies,
             ttft_seconds=each.ttft_seconds,
             tpot_seconds=each.tpot_seconds,
-            requests_per_s=each.requests_per_s,
+            requests_per_s=requests_per_s,
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_gpu=tokens_per_s / gpus,
-            watts_per_gpu=None if joules is None else joules * each.requests_per_s / gpus,
+            watts_per_gpu=None if joules is None else joules * requests_per_s / gpus,
             joules_per_token=joules_per_token,
             dollars_per_million_tokens=None if hourly is None else 1e6 * hourly / SECONDS_PER_HOUR / tokens_per_s,
             energy_dollars_per_million_tokens=None
@@ -405,7 +412,7 @@ class _Server:
             prefill += self._device.idle_watts * self._work.prefill * (1 / PREFILL_LOAD - 1)
         elif plan.chunk is not None:
             prefill = max(0.0, prefill + self._chunks * (decode / batch - alone.joules))
-        return plan.gpus * (prefill + (plan.output - 1) / self._tokens * decode / batch)
+        return plan.ranks * (prefill + (plan.output - 1) / self._tokens * decode / batch)
 
 
 def _doublings(most: int) -> set[int]:

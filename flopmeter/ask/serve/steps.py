@@ -110,11 +110,13 @@ class StepModel:
         return meters.known(device) or meters.metered(self.decoder.step(*sizes), device)
 
     def _collective_seconds(self, device: Hardware, tokens: int, scored: int) -> float:
-        """All-reduces of the activations in each layer, and a gather of the logits; nothing hides them."""
-        ranks = self.decoder.ranks
+        """All-reduces of the activations in each layer, and a gather of the logits; or tokens that go to spread experts
+        and come back. Nothing hides them."""
+        ranks, cluster = self.decoder.ranks, cluster_of(device, self._cluster)
         if ranks == 1:
-            return 0.0
-        config, cluster = self.decoder.config, cluster_of(device, self._cluster)
+            sent = (Collective("all_to_all", each.bytes_arriving(tokens), each.group) for each in self.decoder.spread)
+            return sum(2 * price_collective(each, cluster).seconds for each in sent)
+        config = self.decoder.config
         summed = tokens * config.hidden_size * self.decoder.model.dtype.itemsize
         logits = Collective("all_gather", scored * config.vocab_size * ranks * LOGIT_BYTES, tuple(range(ranks)))
         in_layers: float = self.decoder.all_reduces * all_reduce_seconds(summed, ranks, device, cluster)

@@ -9,7 +9,7 @@ from importlib.resources import files
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.page.markup import Markup, join, tag
 from flopmeter.report.page.tables import rows_table
-from flopmeter.report.quantities import duration, figure, percent, percent_of, with_prefix
+from flopmeter.report.quantities import duration, figure, percent_of, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.report.winning import cautions, where_to_win
 from flopmeter.timing.peak_memory import usable_bytes
@@ -68,7 +68,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str, str]]:
     share = percent_of(report.seconds_by_regime[report.regime], report.seconds)
     yield "bound by", report.regime, f"{share:.0f} % of the wall-clock"
     rate = with_prefix(report.flops / report.seconds if report.seconds else 0, "FLOP/s")
-    yield "work", with_prefix(report.flops, "FLOP"), f"{rate}, MFU {percent(report.mfu, 1)} %"
+    yield "work", with_prefix(report.flops, "FLOP"), f"{rate}, MFU {report.mfu_in_words}"
     yield "moved", with_prefix(report.bytes_read + report.bytes_written, "B"), f"{len(report.kernels)} kernels"
     yield "peak memory", with_prefix(report.peak_memory_bytes, "B"), _verdict(report)
     if report.joules is None or report.watts is None:
