@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from flopmeter import DataDependentError, FlopMeter, on_meta
 from flopmeter.as_cuda.target import CudaTarget
 from flopmeter.costs import costs_of
+from flopmeter.known_values.assumptions import Assumptions
+from flopmeter.launch.fusion.grouping import _last_of_graph
 from flopmeter.records import MOVEMENT
 from flopmeter.torch_names.own_operators import own
 from flopmeter.trace.mixed_devices import MixedDevicesError
@@ -138,3 +140,42 @@ def test_a_sort_whose_places_nobody_reads_writes_them_all_the_same():
     values_and_places = 4 * 100_000 * (4 + 8)
     assert last_of(torch.sort).bytes_written == values_and_places
     assert last_of(torch.compile(lambda x: torch.sort(x).values)).bytes_written == values_and_places
+
+
+def test_a_mask_picks_no_negative_share():
+    with pytest.raises(ValueError, match=r"a number from 0 to 1, not -0\.5"):
+        FlopMeter(H100, mask_fraction=-0.5)
+
+
+def test_a_step_is_told_what_was_assumed_in_it_and_not_later():
+    ops = [0]
+    assumptions = Assumptions("balanced", None, None, None, lambda: ops[0])
+    for ops[0] in (2, 7, 9):
+        assumptions.note("a stand-in", "aten._local_scalar_dense.default")
+    assert [use.count for use in assumptions.uses_in(range(5))] == [1]
+    assert [use.count for use in assumptions.uses_in(range(5, 9))] == [2]
+
+
+def test_cudnn_normalizes_batches_of_fewer_elements_than_32_bits_count():
+    """`select_batch_norm_backend` in Normalization.cpp: larger ones take torch's own kernel."""
+
+    def kernel(elements):
+        x, weights = meta(1, 2, elements // 2, dtype=torch.float16), [meta(2, dtype=torch.float32) for _ in range(4)]
+        with FlopMeter(H100) as meter:
+            F.batch_norm(x, *weights, training=True)
+        return next(op.call.name for op in meter.trace.ops if "batch_norm" in op.call.name)
+
+    assert kernel(2**31 - 2) == "cudnn_batch_norm"
+    assert kernel(2**31) == "native_batch_norm"
+
+
+@pytest.mark.parametrize("size", [32, 33])
+def test_matrices_of_up_to_32_rows_are_factored_together_and_larger_ones_in_turn(size):
+    """cuSOLVER's gesvdjBatched takes no larger ones (its documentation)."""
+    together, *_ = costs_in(lambda: torch.linalg.svd(meta(64, size, size)))
+    alone, *_ = costs_in(lambda: torch.linalg.svd(meta(1, size, size)))
+    assert (together.work.kernels < 2 * alone.work.kernels) == (size == 32)
+
+
+def test_kernels_of_a_graph_wait_for_its_last_and_eager_ones_for_themselves():
+    assert _last_of_graph([1, 1, 1, None, None, 2, 2]) == [2, 2, 2, 3, 4, 6, 6]

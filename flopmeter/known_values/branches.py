@@ -24,7 +24,7 @@ def answer_without_error(frame: FrameType) -> bool | None:
 @lru_cache(maxsize=1024)
 def _answer(code: CodeType, asked_at: int) -> bool | None:
     instructions = list(dis.get_instructions(code))
-    place = next((number for number, each in enumerate(instructions) if each.offset >= asked_at), len(instructions))
+    place = next(number for number, each in enumerate(instructions) if each.offset >= asked_at)
     jump, is_negated = _next_branch(instructions, place)
     if jump is None:
         return None

@@ -81,8 +81,8 @@ def _computing(busy: Busy, seconds: float) -> Busy:
 def _copies(cost: Cost, work: ConvolutionWork, hardware: Hardware) -> float:
     """Seconds of kernels that copy each tensor in NCHW. cuDNN has kernels without a matrix unit for groups, which take
     NCHW."""
-    kernels = constants.CONVERSIONS.get((hardware.vendor, item_bytes_of(cost.dtype)), 0)
-    if not kernels or work.shape.channels_last or (work.implicit.batch > 1 and hardware.vendor == "nvidia"):
+    kernels = constants.CONVERSIONS.get((hardware.vendor, item_bytes_of(cost.dtype)))
+    if kernels is None or work.shape.channels_last or (work.implicit.batch > 1 and hardware.vendor == "nvidia"):
         return 0.0
     copies = 2 * cost.bytes / (hardware.sustained_bandwidth_bytes_per_s * constants.ACCESS_SHARE["strided"])
     return kernels * hardware.kernel_floor_seconds + copies
