@@ -51,7 +51,6 @@ def test_a_capability_whose_second_number_has_no_digit_is_refused(minor):
         CudaTarget((9, minor))
 
 
-@pytest.mark.skipif(torch.__version__ >= "2.15", reason="2.15 keeps what lies like its result")
 def test_group_norm_copies_matrices_whose_columns_are_dense():
     """A product would take them as they are."""
     costs = costs_in(lambda: F.group_norm(meta(2, 4, 8, 16).transpose(2, 3), 2))
