@@ -15,13 +15,16 @@ import pytest
 import torch
 from costs_support import call_by_hand
 from torch import Tensor
+from torch._higher_order_ops import triton_kernel_wrap
 
 import flopmeter
 from flopmeter import FlopMeter
 from flopmeter.costs import UncountedError, costs_of, kernels_of
 from flopmeter.records import Cost, TritonOp
 from flopmeter.torch_names.own_operators import own
-from flopmeter.trace.ttir import body_of
+from flopmeter.trace.triton_kernels import analysed, without_device
+from flopmeter.trace.ttir import body_of, parse
+from flopmeter.trace.ttir_accesses import accesses_of
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -220,6 +223,52 @@ def test_a_kernel_that_cannot_be_counted_still_moves_what_it_loads_and_stores():
     assert cost.bytes_read == 8 * (64 * 32 + 32 * 128) * 2
 
 
+# --- what is read and written
+
+SWAPPED = """
+module {
+  tt.func public @swapped(%arg0: !tt.ptr<f32>, %arg1: !tt.ptr<f32>, %arg2: !tt.ptr<i32>) attributes {noinline = false} {
+    %c0 = arith.constant 0 : i32
+    %c1 = arith.constant 1 : i32
+    %c9 = arith.constant 9 : i32
+    %0:2 = scf.for %arg3 = %c0 to %c9 step %c1 iter_args(%arg4 = %arg0, %arg5 = %arg1) -> (!tt.ptr<f32>, !tt.ptr<f32>) : i32 {
+      %4 = tt.load %arg4 : !tt.ptr<f32>
+      tt.store %arg5, %4 : !tt.ptr<f32>
+      %5 = tt.addptr %arg4, %c1 : !tt.ptr<f32>, i32
+      %6 = tt.addptr %arg5, %c1 : !tt.ptr<f32>, i32
+      scf.yield %5, %6 : !tt.ptr<f32>, !tt.ptr<f32>
+    }
+    %1 = tt.load %arg2 : !tt.ptr<i32>
+    %2 = tt.addptr %0#1, %1 : !tt.ptr<f32>, i32
+    %3 = arith.constant 1.000000e+00 : f32
+    tt.store %2, %3 : !tt.ptr<f32>
+    tt.return
+  }
+}
+"""  # noqa: E501
+
+
+def test_a_loop_carries_each_pointer_by_itself_and_an_index_from_memory_is_no_address():
+    assert accesses_of(parse(SWAPPED)) == ({0, 2}, {1})
+
+
+def test_an_address_that_is_reached_in_many_ways_is_followed_once():
+    """Each of 500 sums adds the one before to itself: as many paths as no time suffices for."""
+    sums = "\n".join(f"    %s{n + 1} = arith.addi %s{n}, %s{n} : i32" for n in range(500))
+    text = f"""
+module {{
+  tt.func public @sums(%arg0: !tt.ptr<f32>, %s0: i32) attributes {{noinline = false}} {{
+{sums}
+    %p = tt.addptr %arg0, %s500 : !tt.ptr<f32>, i32
+    %v = tt.load %p : !tt.ptr<f32>
+    tt.return
+  }}
+}}
+"""
+    read, written = accesses_of(parse(text))
+    assert (0 in read, written) == (True, frozenset())
+
+
 # --- launches
 
 PROGRAM_FILE = """
@@ -382,6 +431,30 @@ def test_a_launch_reads_and_writes_what_torch_finds(kernels):
     assert (cost.name, cost.op_class) == ("add", "element-wise")
     assert (cost.bytes_read, cost.bytes_written) == (40_000, 20_000)
     assert cost.flops == 2 * 10 * 1024  # the lanes that the mask hides work, too
+
+
+@needs_triton
+def test_what_is_read_and_written_is_what_torchs_own_analysis_finds(kernels):
+    torchs = getattr(triton_kernel_wrap, "identify_accessed_tensors", None)
+    if torchs is None:
+        pytest.skip("torch's analysis has another name")
+    x, a = meta(4096), meta(512, 512)
+    sizes = {"BM": 64, "BN": 128, "BK": 32}
+    for name, arguments in {
+        "add": (x, x, x, 4096, 1024), "scale": (x, 4096, 1024), "copied": (x, x, 4096, 1024),
+        "product": (a, a, a, 512, 512, 512, *sizes.values()),
+    }.items():  # fmt: skip
+        kernel = getattr(kernels, name)
+        given = dict(zip(kernel.arg_names, arguments, strict=True))
+        found = analysed(kernel, given, (4,), {})
+        with without_device():
+            real = {key: torch.empty(2) if isinstance(value, Tensor) else value for key, value in given.items()}
+            uses = torchs(kernel, real, {}).read_writes
+        read, written = ({each.name for each in some} for some in (uses.reads, uses.writes))
+        tensors = {key: key for key, value in given.items() if isinstance(value, Tensor)}
+        assert found.by_use(tensors) == tuple(
+            tuple(key for key in tensors if key in names) for names in (read - written, written - read, read & written)
+        )
 
 
 @needs_triton

@@ -149,6 +149,7 @@ listed(DOUBLE_BACKWARD, "torch.autograd.graph", "_engine_run_backward", "with wh
 listed(CUSTOM_OPS, "torch._library.custom_ops", "CustomOpDef._opoverload", "its op", on_instances=True)
 PYTHON_KERNELS = listed(PYTHON_OPS, "torch.library", "_impls", "which ops have a Python function as a kernel")
 listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._from_config", "makes a model")
+listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._supports_sdpa", "whether its attention calls SDPA")
 _GENERATION = "transformers.generation.utils"
 _beams = partial(listed, BEAMS)
 EARLY_STOP = _beams(_GENERATION, "GenerationMixin._check_early_stop_heuristic", "asks whether beams still improve")
@@ -223,7 +224,6 @@ FLEX_GETITEM = _flex(
 )
 _TRITON = "torch._higher_order_ops.triton_kernel_wrap"
 TRITON_TTIR = listed(TRITON, _TRITON, "generate_ttir", "what a kernel does")
-TRITON_ACCESSED = listed(TRITON, _TRITON, "identify_accessed_tensors", "which tensors a kernel reads and writes")
 HOST_DESCRIPTORS = listed(
     TRITON,
     "torch.utils._triton",

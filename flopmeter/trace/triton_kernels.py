@@ -20,19 +20,18 @@ from torch import Tensor
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.values import no_modes
 from flopmeter.records import TritonBody
-from flopmeter.records.bodies import ATOMICS
 from flopmeter.torch_names.operators import Overloads
 from flopmeter.torch_names.own_operators import own
 from flopmeter.torch_names.private import (
     HOST_DESCRIPTORS,
     TRITON,
-    TRITON_ACCESSED,
     TRITON_TTIR,
     lost,
     no_dispatch_modes,
 )
 from flopmeter.torch_names.shared_patch import SharedPatch
-from flopmeter.trace.ttir import body_of
+from flopmeter.trace.ttir import body_of, parse
+from flopmeter.trace.ttir_accesses import accesses_of
 
 LAUNCH = Overloads(own).triton_kernel.default
 _CAPABILITY = 90  # TTIR is the same for all capabilities, but those before 89 lack a type of 8 bits (e4m3)
@@ -200,12 +199,9 @@ def analysed(
         }
         descriptors = {name: ("stable", (list(tile),)) for name, tile in tiles.items()}
         module, names = TRITON_TTIR.value(kernel, dict(real), descriptors)
-        uses = TRITON_ACCESSED.value(kernel, dict(real), descriptors).read_writes
         text = module.str_nodebug() if hasattr(module, "str_nodebug") else str(module)
         body = body_of(kernel.fn.__name__, text, grid, [arguments.get(name) for name in names])
-    read, written = (frozenset(dep.name for dep in deps) for deps in (uses.reads, uses.writes))
-    if any(op.name in ATOMICS for op in body.ops):
-        read |= written  # torch's analysis has atomic operations as stores
+    read, written = (frozenset(names[place] for place in places) for places in accesses_of(parse(text)))
     return Analysed(body, read, written)
 
 

@@ -164,7 +164,7 @@ class _Interpreter:
                 values[name] = None
         if jump.name == "cf.br":
             return [(targets[0], 1)]
-        condition = values.get(_values(jump.text)[0])
+        condition = values.get(values_in(jump.text)[0])
         if condition is not None:
             return [(targets[0], condition), (targets[1], 1 - condition)]
         self.is_longest = True
@@ -176,7 +176,7 @@ class _Interpreter:
         for statement in statements:
             name = statement.name
             if name in ("tt.return", "scf.yield", "tt.reduce.return", "tt.scan.return"):
-                return [values.get(each) for each in _values(statement.text)]
+                return [values.get(each) for each in values_in(statement.text)]
             if name == "scf.for":
                 self._loop(statement, values, weight)
             elif name == "scf.if":
@@ -184,7 +184,7 @@ class _Interpreter:
             elif name == "tt.call":
                 callee = re.match(r'\s*@"?([^"(]+)', statement.text)
                 assert callee is not None
-                given = [values.get(each) for each in _values(statement.text)]
+                given = [values.get(each) for each in values_in(statement.text)]
                 self._bind(statement, self.run(callee[1], given, weight), values)
             elif name in ("tt.reduce", "tt.scan"):
                 self._combine(statement, values, weight)
@@ -233,7 +233,7 @@ class _Interpreter:
         self.counts, self.is_longest = before, was_longest
 
     def _branch(self, statement: Statement, values: dict[str, Scalar], weight: int | Tensor) -> None:
-        condition = values.get(_values(statement.text)[0])
+        condition = values.get(values_in(statement.text)[0])
         if condition is None:
             self._longer(statement, values, weight)
             return
@@ -295,7 +295,7 @@ class _Interpreter:
         if name == "arith.constant":
             literal = text.split(" : ")[0].strip()
             return {"true": 1, "false": 0}.get(literal, int(literal) if re.fullmatch(r"-?\d+", literal) else None)
-        operands = [values.get(each) for each in _values(text)]
+        operands = [values.get(each) for each in values_in(text)]
         if any(each is None for each in operands) or not operands:
             return None
         if name == "arith.cmpi":
@@ -312,7 +312,7 @@ class _Interpreter:
         return index % self.grid[axis]
 
 
-def _values(text: str) -> list[str]:
+def values_in(text: str) -> list[str]:
     """The names of the values in a statement's text."""
     return _VALUE.findall(text.partition(" : ")[0])
 
