@@ -20,7 +20,7 @@ _UPDATES = (*ATOMICS, "tt.descriptor_reduce")
 _INITIAL = re.compile(r"(%[\w$.-]+) = (%[\w$.#-]+)")
 _CALLEE = re.compile(r'\s*@"?([^"(]+)')
 
-Value = tuple[str, str]
+NamedValue = tuple[str, str]
 """A function and a name in it."""
 
 
@@ -34,31 +34,31 @@ class Accesses(NamedTuple):
 
 def accesses_of(functions: Mapping[str, Function]) -> Accesses:
     """Those of the first function, the kernel, and of what it calls."""
-    flow = _Flow(functions)
+    origins = _Origins(functions)
     kernel = next(iter(functions))
     places = {(kernel, name): place for place, name in enumerate(functions[kernel].arguments)}
     read, written = (
-        frozenset(places[value] for value in flow.origins(addresses) if value in places)
-        for addresses in (flow.read, flow.written)
+        frozenset(places[value] for value in origins.of(addresses) if value in places)
+        for addresses in (origins.read, origins.written)
     )
     return Accesses(read, written)
 
 
-class _Flow:
+class _Origins:
     """Which values each value is computed from, whatever the order: addresses do not depend on what memory holds."""
 
     def __init__(self, functions: Mapping[str, Function]):
-        self.read: list[Value] = []
-        self.written: list[Value] = []
+        self.read: list[NamedValue] = []
+        self.written: list[NamedValue] = []
         self._functions = functions
-        self._sources: defaultdict[Value, set[Value]] = defaultdict(set)
+        self._sources: defaultdict[NamedValue, set[NamedValue]] = defaultdict(set)
         for name, function in functions.items():
             for statements in function.blocks.values():
                 self._follow(name, function, statements)
 
-    def origins(self, values: Iterable[Value]) -> set[Value]:
+    def of(self, values: Iterable[NamedValue]) -> set[NamedValue]:
         """All values that these are computed from, themselves included."""
-        found, waiting = set[Value](), [*values]
+        found, waiting = set[NamedValue](), [*values]
         while waiting:
             value = waiting.pop()
             if value not in found:
