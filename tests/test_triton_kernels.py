@@ -662,6 +662,7 @@ def test_a_compiled_function_launches_the_kernel_in_its_own_graph(kernels, is_op
     report = meter.report()
     graphs = [(graph.part, graph.calls, graph.breaks) for graph in report.graphs]
     assert graphs == [("inference", 2, ())], report.explain_compile()
+    assert "predicted" in str(report)
     costs = [kernel.cost for kernel in report.kernels if kernel.op.graph is not None]
     assert [cost.name for cost in costs] == ["fused(sin, cos)", "add", "fused(mul, exp)"] * 2
     assert [(cost.bytes_read, cost.bytes_written, cost.flops) for cost in costs[:3]] == [

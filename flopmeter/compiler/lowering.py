@@ -54,6 +54,9 @@ def _call_region(body: Callable[..., Any], _name: str, *operands: Any) -> Any:
     return body(*operands)
 
 
+_OPTIONS_OF_NEWER_TORCH = ("get_decomp_fn",)  # since 2.12 or 2.13
+
+
 def lower(module: Any, given: Sequence[Any], options: dict[str, Any]) -> Lowered:
     """Schedule a graph whose nodes have fake values. Must run inside `posing`.
 
@@ -82,7 +85,7 @@ def lower(module: Any, given: Sequence[Any], options: dict[str, Any]) -> Lowered
                 graph_id=options.get("graph_id"),
                 is_inference=is_inference,
                 is_backward=is_backward,
-                get_decomp_fn=options["get_decomp_fn"],
+                **{name: options[name] for name in _OPTIONS_OF_NEWER_TORCH if name in options},
             )
             graph.constant_name = constants_there(graph, fake_mode)
             graph.freeze_runtime_asserts()

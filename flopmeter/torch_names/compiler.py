@@ -89,6 +89,7 @@ EXCHANGE_DEVICE = tuple(
 AVOID_DEVICE_INIT = _name(
     "torch._subclasses.fake_tensor", "FakeTensorMode.avoid_device_init", "constants are not made on the missing device"
 )
+START_OF_DEVICE = _name("torch._subclasses.fake_tensor", "init_gpu_context", "starts a device, which is not there")
 DEVICE_CACHES = _name("torch._inductor", "utils", "what it remembers of a device")
 _name("torch._subclasses.fake_tensor", "FakeTensor", "tensors that pose as those of the device")
 _name("torch", "Tensor._make_subclass", "what C++ takes a fake tensor for")

@@ -91,7 +91,10 @@ def _rows_of(spec: TensorSpec, trace: Trace) -> set[int] | None:
     born = trace.storages[spec.storage].born
     if born < 0 or not spec.is_strided or not spec.shape:
         return None
-    op, made = trace.ops[born], trace.ops[born].outputs[0]
+    op = trace.ops[born]
+    if not op.outputs:  # a compiled graph's memory, into which a Triton kernel writes first
+        return None
+    made = op.outputs[0]
     if op.packet not in _PRODUCTS and not _goes_row_by_row(op, made):
         return None
     size = made.shape[-1] if made.shape else 0
