@@ -933,22 +933,35 @@ def test_an_op_on_unknown_tensors_costs_about_nothing_extra():
         assert instructions(through) < 100  # it is 46 or so: a look-up
 
 
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("index", torch.arange(4), persistent=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        module.index.copy_(torch.arange(4))
+
+    def forward(self) -> int:
+        return int(self.index[3])
+
+
 def test_buffers_are_recalled_under_inference_mode_too():
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("index", torch.arange(4), persistent=False)
-
-        def _init_weights(self, module: nn.Module) -> None:
-            module.index.copy_(torch.arange(4))
-
-        def forward(self) -> int:
-            return int(self.index[3])
-
     with torch.device("meta"):
         model = Positions()
     with FlopMeter("a100-sxm4-80gb"), torch.inference_mode():
         assert model() == 3
+
+
+def test_a_buffer_whose_initializer_fails_stays_unknown():
+    class Failing(Positions):
+        def _init_weights(self, module: nn.Module) -> None:
+            super()._init_weights(module)
+            raise AttributeError("what a copy of the module does not have")
+
+    with torch.device("meta"):
+        model = Failing()
+    with FlopMeter("h100-sxm5-80gb"), pytest.raises(DataDependentError):
+        model()
 
 
 def test_a_buffer_that_a_checkpoint_holds_is_not_recalled_from_the_initializer():

@@ -98,7 +98,7 @@ module {
 
 
 def counts(text: str, grid: tuple[int, ...], *arguments: object) -> dict[str, int]:
-    body = body_of("kernel", text, grid, arguments)
+    body = body_of("kernel", parse(text), grid, arguments)
     assert not body.unknown
     return {op.name: op.number for op in body.ops}
 
@@ -115,7 +115,7 @@ def test_a_loop_over_an_argument_runs_as_often_as_the_argument_says(depth):
 
 
 def test_a_loop_over_an_unknown_bound_is_named():
-    body = body_of("kernel", MATMUL, (4,), (None, None))
+    body = body_of("kernel", parse(MATMUL), (4,), (None, None))
     assert body.unknown == ("a loop whose bounds are read from memory",)
 
 
@@ -167,28 +167,28 @@ module {
 
 def test_programs_beyond_the_end_return_early_and_the_others_go_the_longer_way_at_values_in_memory():
     """Of ten programs six are below the argument. They load a value, do not return at it, and multiply by it."""
-    body = body_of("early", EARLY, (10,), (None, 6))
+    body = body_of("early", parse(EARLY), (10,), (None, 6))
     done = {op.name: op.number for op in body.ops}
     assert done == {"tt.load": 6, "arith.cmpf": 6, "arith.mulf": 48, "math.exp": 48, "tt.store": 48}
     assert (body.unknown, body.is_longest) == ((), True)
-    assert not body_of("early", EARLY, (10,), (None, 0)).ops
+    assert not body_of("early", parse(EARLY), (10,), (None, 0)).ops
 
 
 def test_a_jump_back_is_named():
     text = EARLY.replace("cf.br ^bb7", "cf.br ^bb4")
-    assert body_of("early", text, (10,), (None, 6)).unknown == ("a jump back in early",)
+    assert body_of("early", parse(text), (10,), (None, 6)).unknown == ("a jump back in early",)
 
 
 def test_a_line_that_cannot_be_read_is_named():
     text = SUM.replace("    %3 = math", "    ?? = of a later Triton\n    %3 = math")
-    assert body_of("total", text, (5,), ()).unknown == ("a line of code that cannot be read",)
+    assert body_of("total", parse(text), (5,), ()).unknown == ("a line of code that cannot be read",)
 
 
 def test_products_of_fp32_run_in_the_precision_that_they_ask_for():
     text = MATMUL.replace("64x32xf16>", "64x32xf32>").replace("32x128xf16>", "32x128xf32>")
-    (dot,) = (op for op in body_of("k", text, (1,), (None, 32)).ops if op.dot)
+    (dot,) = (op for op in body_of("k", parse(text), (1,), (None, 32)).ops if op.dot)
     assert dot == TritonOp("tt.dot", "tf32", 64 * 128 * 32, (64, 128, 32))
-    (dot,) = (op for op in body_of("k", text.replace("= tf32", "= ieee"), (1,), (None, 32)).ops if op.dot)
+    (dot,) = (op for op in body_of("k", parse(text.replace("= tf32", "= ieee")), (1,), (None, 32)).ops if op.dot)
     assert dot.dtype == "f32"
 
 
@@ -207,7 +207,9 @@ def test_programs_that_take_different_numbers_of_steps_multiply_as_many_tiles_as
     bound = "%pid = tt.get_program_id x : i32\n    %one = arith.constant 1 : i32\n    %0 = arith.addi %pid, %one : i32"
     text = MATMUL.replace("%0 = tt.call @cdiv(%arg1) : (i32) -> i32 loc(#loc2)", bound)
     out = meta(64, 128)
-    call = replace(call_by_hand(own.triton_kernel.default, (out,), (out,)), body=body_of("k", text, (4,), (None, None)))
+    call = replace(
+        call_by_hand(own.triton_kernel.default, (out,), (out,)), body=body_of("k", parse(text), (4,), (None, None))
+    )
     (cost,) = costs_of(call)
     assert cost.work.matmuls == ((10, 64, 128, 32),)
     assert cost.macs == 10 * 64 * 128 * 32
@@ -216,7 +218,7 @@ def test_programs_that_take_different_numbers_of_steps_multiply_as_many_tiles_as
 def test_a_kernel_that_cannot_be_counted_still_moves_what_it_loads_and_stores():
     """2 x 4 programs of one tile each of rows that lie in tensors a thousand times as large."""
     text = MATMUL.replace("%2 = math.exp %1", "%2 = tt.unheard_of %1")
-    body = body_of("k", text, (8,), (None, 32))
+    body = body_of("k", parse(text), (8,), (None, 32))
     table, out = meta(1000, 8 * 64 * 32), meta(1000, 8 * 64 * 128, dtype=torch.float32)
     (cost,) = costs_of(replace(call_by_hand(own.triton_kernel.default, (table, out), ()), body=body))
     assert cost.op_class == "uncounted"

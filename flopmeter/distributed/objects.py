@@ -17,7 +17,7 @@ import torch.distributed as dist
 from flopmeter.distributed.errors import WorldError
 from flopmeter.known_values import messages
 from flopmeter.known_values.collectives import EQUAL_RANKS
-from flopmeter.known_values.entry_points import open_ones
+from flopmeter.known_values.entry_points import note_assumption
 
 
 def lone_store() -> Any:
@@ -92,8 +92,8 @@ def answered(receive: functools.partial[Any], given: dict[str, Any], ranks: Rank
             given["scatter_object_output_list"][0] = objects[ranks.index(dist.get_rank())]
     elif is_needed:
         raise _of_another_rank(name)
-    elif known := open_ones():
-        known[-1].assume.note(EQUAL_RANKS, name)
+    else:
+        note_assumption(EQUAL_RANKS, name)
     return None
 
 

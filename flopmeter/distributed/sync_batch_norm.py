@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from flopmeter.distributed.values import with_values
 from flopmeter.known_values.collectives import EQUAL_RANKS
-from flopmeter.known_values.entry_points import open_ones
+from flopmeter.known_values.entry_points import note_assumption
 from flopmeter.torch_names import distributed as private
 
 
@@ -62,7 +62,6 @@ def on_meta(forward: Any) -> Any:
 class _NoRankIsEmpty(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__ge__ or func is Tensor.ge:
-            for known in open_ones()[-1:]:
-                known.assume.note(EQUAL_RANKS, "SyncBatchNorm")
+            note_assumption(EQUAL_RANKS, "SyncBatchNorm")
             return torch.ones_like(args[0], dtype=torch.bool)
         return func(*args, **(kwargs or {}))

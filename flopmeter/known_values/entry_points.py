@@ -43,6 +43,12 @@ def open_ones() -> list[Knowledge]:
     return _open.stack
 
 
+def note_assumption(rule: str, func: Any) -> None:
+    """Tells the innermost meter that the rule was used; without a meter there is nobody to tell."""
+    for known in open_ones()[-1:]:
+        known.assume.note(rule, func)
+
+
 def open_for(known: Knowledge) -> None:
     _patches.__enter__()
     _open.stack.append(known)

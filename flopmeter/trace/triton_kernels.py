@@ -152,13 +152,12 @@ def _record(
     size = (size,) if isinstance(size, int) else tuple(map(int, size))
     if not prod(size):
         return
+    tensors = {name: tensor for name, value in arguments.items() if (tensor := _tensor_of(value)) is not None}
     key = (kernel, size, tuple((name, _described(value)) for name, value in arguments.items()))
     found = _known.get(key)
     if found is None:
         tiles = {name: tile for name, value in arguments.items() if (tile := _tile_of(value)) is not None}
-        bases = {name: arguments[name].base for name in tiles}
-        found = _known[key] = analysed(kernel, arguments | bases, size, tiles)
-    tensors = {name: tensor for name, value in arguments.items() if (tensor := _tensor_of(value)) is not None}
+        found = _known[key] = analysed(kernel, arguments | tensors, size, tiles)
     read, written, updated = found.by_use(tensors)
     for recorder, values in listeners:
         with no_dispatch_modes():
@@ -200,8 +199,9 @@ def analysed(
         descriptors = {name: ("stable", (list(tile),)) for name, tile in tiles.items()}
         module, names = TRITON_TTIR.value(kernel, dict(real), descriptors)
         text = module.str_nodebug() if hasattr(module, "str_nodebug") else str(module)
-        body = body_of(kernel.fn.__name__, text, grid, [arguments.get(name) for name in names])
-    read, written = (frozenset(names[place] for place in places) for places in accesses_of(parse(text)))
+        functions = parse(text)
+        body = body_of(kernel.fn.__name__, functions, grid, [arguments.get(name) for name in names])
+    read, written = (frozenset(names[place] for place in places) for places in accesses_of(functions))
     return Analysed(body, read, written)
 
 

@@ -109,12 +109,11 @@ def _new_region(owner: Statement, argument: str) -> list[Statement]:
     return statements
 
 
-def body_of(name: str, text: str, grid: Sequence[int], arguments: Sequence[Any]) -> TritonBody:
-    """What a launch does with this grid and these arguments, which are in the function's order.
+def body_of(name: str, functions: Mapping[str, Function], grid: Sequence[int], arguments: Sequence[Any]) -> TritonBody:
+    """What a launch of the first function does with this grid and these arguments, which are in its order.
 
     Work that runs an unknown number of times is named, with the reason.
     """
-    functions = parse(text)
     programs = prod(grid)
     walk = _Interpreter(functions, tuple(grid) + (1,) * (3 - len(grid)), programs)
     kernel = next(iter(functions))

@@ -45,17 +45,21 @@ def with_routing(ep: int, meter_options: Mapping[str, Any]) -> Mapping[str, Any]
     return {"routing": "balanced", **meter_options} if ep > 1 else meter_options
 
 
+def keep_part(experts: Any, ranks: int) -> None:
+    """In place: the module has one of `ranks` equal parts of its experts."""
+    experts.num_experts //= ranks
+    for parameter in experts.parameters():
+        parameter.data = parameter.data[: experts.num_experts].clone()
+
+
 def split_experts(model: nn.Module, ranks: Sequence[int]) -> None:
     """In place: this rank keeps its part of the experts of each layer. `ranks`: global, this one among them."""
     if len(ranks) == 1:
         return
     group = dist.new_group(list(ranks))
     for module in experts_of(model):
-        every = module.num_experts
-        module.num_experts = every // len(ranks)
-        for name, whole in list(module.named_parameters()):
-            setattr(module, name, nn.Parameter(whole.data[: module.num_experts].clone(), whole.requires_grad))
-        module.forward = partial(_exchanged, module.forward, every, group)
+        module.forward = partial(_exchanged, module.forward, module.num_experts, group)
+        keep_part(module, len(ranks))
 
 
 def _exchanged(

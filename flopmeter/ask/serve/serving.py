@@ -173,8 +173,7 @@ def serving(
     check_flags(disaggregated=disaggregated, expert_parallel=expert_parallel)
     plan = ServingPlan(
         prompt=prompt, output=output, slo=read_slo(slo), gpus=gpus, spreads_experts=expert_parallel, mode=mode,
-        weights=weights, kv=kv,
-        chunk=_tokens_in_step(chunk, disaggregated), prefix=prefix,
+        weights=weights, kv=kv, chunk=_tokens_in_step(chunk, disaggregated), prefix=prefix,
         draft_tokens=4 if draft_tokens is None else draft_tokens,
         acceptance=0.7 if acceptance is None else acceptance, is_disaggregated=disaggregated,
         dollars_per_kwh=checked_energy_price(dollars_per_kwh),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flopmeter.ask.delays import expected_maximum
-from flopmeter.ask.plan.experts import experts_of
+from flopmeter.ask.plan.experts import experts_of, keep_part
 from flopmeter.ask.serve.cache import ServingError
 
 
@@ -59,11 +59,8 @@ def spread_experts(model: Any, ranks: int, title: str) -> tuple[SpreadExperts, .
     if not layers:
         raise ServingError(f"{title} has no experts that could be spread over GPUs: leave expert_parallel out")
     for experts in layers:
-        every = experts.num_experts
-        if every % ranks:
-            raise ServingError(f"{every} experts cannot be spread over {ranks} GPUs: take a divisor")
-        for parameter in experts.parameters():
-            parameter.data = parameter.data[: every // ranks].clone()
+        if experts.num_experts % ranks:
+            raise ServingError(f"{experts.num_experts} experts cannot be spread over {ranks} GPUs: take a divisor")
         experts.forward = SpreadExperts(experts, ranks)
-        experts.num_experts = every // ranks
+        keep_part(experts, ranks)
     return tuple(experts.forward for experts in layers)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from flopmeter.costs.access import HALVES
 from flopmeter.costs.contractions.attention import attention, attention_backward
 from flopmeter.records import AttentionWork, Call, Cost
 from flopmeter.run.shims.flash_attn.attention import NO_WINDOW, cache_cost, cached_attention, over_cache
@@ -167,7 +168,7 @@ def _attend(
     options: dict[str, Any],
 ) -> Any:
     refuse({"qv": next((each for each in positional if each is not None), None), **options}, *_NOT_THERE)
-    if q.dtype not in (torch.float16, torch.bfloat16):
+    if q.dtype not in HALVES:
         raise NotImplementedError(f"flopmeter's shim of FlashAttention-3 takes fp16 and bf16, not {q.dtype}")
     out, sums = _forward(q, k, v, *lengths, causal, *window)
     return (out, sums) if options.get("return_attn_probs") else out

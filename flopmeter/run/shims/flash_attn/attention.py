@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flopmeter.costs.access import HALVES
 from flopmeter.costs.contractions.attention import attention
 from flopmeter.costs.traffic import as_regions
-from flopmeter.known_values.entry_points import open_ones
+from flopmeter.known_values.entry_points import note_assumption, open_ones
 from flopmeter.known_values.values import no_modes
 from flopmeter.records import Call, Cost, Region
 from flopmeter.run.shims.flash_attn.refusals import refuse
@@ -65,7 +66,7 @@ def flash_attn_varlen_func(
         lengths = (cu_seqlens_q, cu_seqlens_k, *longest)
         return _attend(q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, options)
     refuse(options, *_NOT_OVER_CACHES)
-    _assume("packed sequences that are all as long as the longest", "flash_attn_varlen_func")
+    note_assumption("packed sequences that are all as long as the longest", "flash_attn_varlen_func")
     return _over_cache(q, k, v, cu_seqlens_q, block_table, None, None, *longest, causal, list(window_size))
 
 
@@ -145,7 +146,7 @@ def _attend(
 ) -> Any:
     """With return_attn_probs also the logarithms of the sums, and no weights: these need dropout."""
     refuse(options, *_NOT_TORCHS, *(["return_attn_probs"] if dropout else []))
-    if q.dtype not in (torch.float16, torch.bfloat16):
+    if q.dtype not in HALVES:
         raise RuntimeError(f"FlashAttention only supports fp16 and bf16 data type, not {q.dtype}")
     left, right = window
     out, sums, *_ = torch.ops.aten._flash_attention_forward(
@@ -161,15 +162,10 @@ def _mean(lengths: Tensor | None, room: int) -> int:
     if lengths is None or known is None:
         return room
     if not known.values.knows(lengths):
-        _assume("a cache that is full", "flash_attn_with_kvcache")
+        note_assumption("a cache that is full", "flash_attn_with_kvcache")
         return room
     with no_modes():
         return -int(-known.values.read(lengths).sum() // lengths.numel())
-
-
-def _assume(rule: str, function: str) -> None:
-    for known in open_ones()[-1:]:
-        known.assume.note(rule, function)
 
 
 def cache_cost(call: Call) -> Cost:
