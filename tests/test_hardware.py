@@ -40,6 +40,7 @@ WITHOUT_COMPUTE_CHECK = {
     "cpu-i7-12700h": {"vector fp64", "vector fp32"},  # two kinds of core
     "gb300-per-gpu": {"vector fp64", "matrix fp64"},  # 1.26, printed as 1.3
     "h20-96gb": {"vector fp64", "vector fp32", "matrix fp64"},  # do not follow from 78 SMs
+    "h800-sxm5-80gb": {"vector fp64", "matrix fp64"},  # what export rules leave
 }
 WITHOUT_TENSOR_CLOCK = {"gb200-per-gpu", "gb300-per-gpu", "h100-nvl-94gb", "h200-nvl-141gb"}
 WITHOUT_ANY_COMPUTE_CHECK = {
@@ -48,7 +49,7 @@ WITHOUT_ANY_COMPUTE_CHECK = {
 }
 WITHOUT_MEMORY_CHECK = {
     # rounded down in print
-    *("gh200-144gb", "h200-nvl-141gb", "h200-sxm-141gb", "m2-ultra-76c", "m3-max-40c", "mi325x", "mi355x"),
+    *("gh200-144gb", "h200-nvl-141gb", "h200-sxm-141gb", "m2-ultra-76c", "m3-max-40c", "mi325x", "mi350x", "mi355x"),
     *("b300-sxm-288gb", "inferentia2", "trainium1", "trainium2"),
     *("tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x"),
 }
@@ -149,6 +150,13 @@ def test_profiles_have_the_digits_of_the_datasheet(
         ("rtx-4090", "fp8", 330.3, 660.6),
         ("rtx-5090", "bf16", 209.5, 838),
         ("rtx-5090", "fp4", 1676, 3352),
+        ("rtx-5080", "fp4", 900.5, 1801),
+        ("rtx-5070-ti", "fp4", 703, 1406),
+        ("rtx-5070", "fp4", 494, 988),
+        ("rtx-5060-ti-16gb", "fp4", 379.5, 759),
+        ("rtx-4080-super", "int8", 418, 836),
+        ("rtx-4070-ti-super", "int8", 353, 706),
+        ("rtx-4070", "int8", 233, 466),
         ("a10g", "bf16", 70, 125),
         ("l40", "bf16", 181.05, 362),
         ("l4", "fp8", 242, 485),
