@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopmeter import available_hardware, load_hardware
+from flopmeter.cli import main, plan_command, serve_command
 from flopmeter.device.cluster import (
     CLUSTERS,
     Cluster,
@@ -19,7 +20,7 @@ from flopmeter.device.cluster import (
     load_cluster,
     price_collective,
 )
-from flopmeter.device.hardware import HardwareError
+from flopmeter.device.hardware import Hardware, HardwareError
 from flopmeter.records import Collective
 
 MB = 2**20
@@ -349,6 +350,36 @@ def test_a_collective_is_priced_on_the_devices_own_cluster_unless_another_is_nam
     own, box = (price_collective(call, cluster_of(device, asked)).seconds for asked in (None, "pcie4-box"))
     assert own == price_collective(call, A100).seconds
     assert box > 10 * own
+
+
+@pytest.mark.parametrize(
+    ("cluster", "device"),
+    [
+        ("dgx-b200", "b200-sxm-180gb"),
+        ("dgx-h100", "h100-sxm5-80gb"),  # the first of two
+        ("pcie4-box", None),  # the command's own, as the box names none
+    ],
+)
+def test_a_command_that_is_told_the_cluster_alone_takes_its_gpu(cluster, device, monkeypatch):
+    asked = []
+
+    def ask(*arguments, **options):
+        asked.extend(device.name if isinstance(device, Hardware) else device for device in arguments)
+        raise ValueError("that was all")
+
+    monkeypatch.setattr(plan_command, "plan", ask)
+    monkeypatch.setattr(serve_command, "serving", ask)
+    main(["plan", "gpt2-124m", "--gpus", "8", "--cluster", cluster])
+    main(["serve", "llama-3-8b", "--gpus", "8", "--prompt", "64", "--output", "8", "--cluster", cluster])
+    assert asked[2] == (device or "a100-sxm4-80gb")
+    assert asked[-1] == [device or "h100-sxm5-80gb"]
+
+
+def test_a_cluster_around_other_gpus_than_its_own_says_which_these_are():
+    box, plain = load_cluster("dgx-b200"), load_cluster("pcie4-box")
+    assert box.title_around(load_hardware("b200-sxm-180gb")) == box.title
+    assert box.title_around(load_hardware("l4")).endswith("whose own GPU is b200-sxm-180gb")
+    assert plain.title_around(load_hardware("l4")) == plain.title
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

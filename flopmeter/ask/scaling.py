@@ -198,7 +198,8 @@ def scale(
     if not rows:
         raise ValueError(f"no layout can run: {'; '.join(f'{name}: {why}' for name, why in unable.items())}")
     title = next(outcome.title for outcome in outcomes if outcome.row is not None)
-    notes = [f"cluster: {links.title}", *delay_notes(delays), *(note for outcome in outcomes for note in outcome.notes)]
+    of_outcomes = (note for outcome in outcomes for note in outcome.notes)
+    notes = [f"cluster: {links.title_around(device)}", *delay_notes(delays), *of_outcomes]
     return Scaling(title, rows, unable, unit, tuple(dict.fromkeys(notes)))
 
 

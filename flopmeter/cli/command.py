@@ -159,11 +159,10 @@ def picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names if name in options}
 
 
-def add_device(parser: argparse.ArgumentParser, *, mode: bool = True) -> None:
+def add_device(parser: argparse.ArgumentParser) -> None:
     help_text = "a name of `flopmeter hardware`, or a YAML file (default: %(default)s)"
     parser.add_argument("--hardware", metavar="NAME", type=one_device, default=DEFAULT_HARDWARE, help=help_text)
-    if mode:
-        add_mode(parser)
+    add_mode(parser)
 
 
 def add_clocks(

@@ -11,20 +11,22 @@ from flopmeter.ask.delays import Delays
 from flopmeter.ask.plan import PlanError, plan
 from flopmeter.ask.plan.picture import split_bars
 from flopmeter.ask.plan.splits import WISHES
-from flopmeter.cli.command import Command, add_device, add_format, number, picked, positive, seconds, share, show
+from flopmeter.cli.command import Command, add_format, number, one_device, picked, positive, seconds, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.target_options import add_causal
 from flopmeter.cli.targets import load_target
+from flopmeter.device.cluster import device_in
 from flopmeter.device.hardware import load_hardware
-from flopmeter.meter import Mode
+from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.models import BUILTINS
 from flopmeter.report.plots import save
 from flopmeter.report.tables import FORMATS
 
 
 def _plan(options: argparse.Namespace) -> int:
-    device = load_hardware(options.hardware)
-    prices = load_prices(options.price, [options.hardware])
+    name = options.hardware or device_in(options.cluster, DEFAULT_HARDWARE)
+    device = load_hardware(name)
+    prices = load_prices(options.price, [name])
     result = plan(
         _subject(options.target),
         options.gpus,
@@ -99,7 +101,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="a built-in model, hf:CONFIG.json, hf:TYPE, or module:function or file.py:function that makes the model",
     )  # fmt: skip
     add("--gpus", metavar="N", type=number, required=True, help="how many GPUs train the model")
-    add_device(parser, mode=False)
+    add(
+        "--hardware", metavar="NAME", type=one_device,
+        help=f"a name of `flopmeter hardware`, or a YAML file (default: that of --cluster, or {DEFAULT_HARDWARE})",
+    )  # fmt: skip
     add("--memory", metavar="GB", type=positive, help="of each GPU for tensors (default: what the device has)")
     add("--batch", metavar="N", type=number, help="sequences of a step, of all GPUs (default: one for each)")
     add("--seq", metavar="N", type=number, help="tokens of a sequence (default: the config's, up to 8,192)")

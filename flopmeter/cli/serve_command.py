@@ -13,15 +13,18 @@ from flopmeter.ask.serve.serving import USUAL_CHUNK
 from flopmeter.ask.serve.slo import read_slo
 from flopmeter.cli.command import Command, add_energy_price, add_format, device_list, number, picked, share, show
 from flopmeter.cli.prices import load_prices
+from flopmeter.device.cluster import device_in
 from flopmeter.meter import Mode
 from flopmeter.report.plots import save
 from flopmeter.report.tables import FORMATS
+
+DEVICE = "h100-sxm5-80gb"  # which is taken where none is named
 
 
 def _serve(options: argparse.Namespace) -> int:
     if options.draft is None and (options.acceptance is not None or options.draft_tokens is not None):
         raise ValueError("--acceptance and --draft-tokens are of a draft: give its model with --draft")
-    devices = device_list(options.hardware)
+    devices = device_list(options.hardware or device_in(options.cluster, DEVICE))
     prices = load_prices(options.price, devices)
     result = serving(
         options.target,
@@ -52,7 +55,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     gpus = parser.add_argument_group("GPUs and prices")
     engine = parser.add_argument_group("engine")
     add = gpus.add_argument
-    add("--hardware", metavar="A,B,C", default="h100-sxm5-80gb", help="devices (default: %(default)s)")
+    add("--hardware", metavar="A,B,C", help=f"devices (default: that of --cluster, or {DEVICE})")
     requests("--prompt", metavar="N", type=number, required=True, help="tokens of a request's prompt")
     requests("--output", metavar="N", type=number, required=True, dest="output_tokens", help="tokens that it wants")
     requests(

@@ -160,6 +160,11 @@ class Cluster(SchemaRecord):
         nodes = 1 if self.inter is None else self.nodes
         return None if nodes is None else nodes * self.gpus_per_node
 
+    def title_around(self, hardware: Hardware) -> str:
+        """Its title, which says so if its nodes come with other GPUs than this one."""
+        own = not self.devices or _listed_name(hardware) in self.devices
+        return self.title if own else f"{self.title}, whose own GPU is {' or '.join(self.devices)}"
+
     def shape(self, ranks: tuple[int, ...], gpus_per_node: int | None = None) -> GroupShape:
         """How a group of global ranks is distributed over nodes: rank r is on node r // gpus_per_node.
 
@@ -334,6 +339,12 @@ def cluster_of(hardware: Hardware, asked: AnyCluster | None = None) -> Cluster:
         gpus_per_node=ASSUMED_GPUS_PER_NODE,
         intra=link,
     )
+
+
+def device_in(cluster: AnyCluster | None, otherwise: str) -> str:
+    """The first device that comes in the cluster; `otherwise` if there is no cluster, or none that names a device."""
+    devices = () if cluster is None else load_cluster(cluster).devices
+    return devices[0] if devices else otherwise
 
 
 def _listed_name(hardware: Hardware) -> str:

@@ -8,7 +8,6 @@ from flopmeter.ask.delays import Delays, delay_notes
 from flopmeter.ask.plan.rows import SplitRow
 from flopmeter.ask.plan.splits import WITHOUT_NUMPY, Bounds, has_context_parallelism
 from flopmeter.ask.plan.subject import Subject
-from flopmeter.device.cluster import Cluster
 from flopmeter.meter import Causal
 from flopmeter.report.quantities import HOW_ATTENTION_COUNTS, figure, percent
 
@@ -28,10 +27,10 @@ def compared(row: SplitRow) -> str:
 
 
 def notes_of(
-    subject: Subject, cluster: Cluster, batch: int | None, length: int | None, bounds: Bounds, causal: Causal
+    subject: Subject, cluster: str, batch: int | None, length: int | None, bounds: Bounds, causal: Causal
 ) -> list[str]:
     notes = [
-        f"cluster: {cluster.title}",
+        f"cluster: {cluster}",
         f"products run in {_FP8 if subject.fp8 else 'bf16'}, gradients are summed in fp32; parameters, gradients and "
         "AdamW's state in fp32, sharded over fsdp x cp" + _frozen(subject),
         "composed: layers metered one by one, steps put together; whole: all layers of the program metered, and "

@@ -104,7 +104,8 @@ def plan(
     run = partial(results_of, workers=workers, executor=executor, progress=progress)
     shown = search.rows(wishes, rows, whole, dollars_per_gpu_hour, run)
     notes = [
-        *notes_of(subject, links, batch, length, bounds, meter_options.get("causal", "full")), *map(compared, shown),
+        *notes_of(subject, links.title_around(device), batch, length, bounds, meter_options.get("causal", "full")),
+        *map(compared, shown),
         *search.notes(), *cautions(shown, async_tp, fp8 and mode == "eager", delays),
     ]  # fmt: skip
     return ParallelPlan(
