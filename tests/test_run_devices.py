@@ -44,6 +44,16 @@ def test_each_device_has_the_row_of_a_run_of_its_own_and_what_the_script_writes_
     assert slow["seconds"] == pytest.approx(json.loads(alone.stderr)["run"]["step_seconds"][-1])
 
 
+def test_one_device_has_a_row_for_each_op_and_a_timeline_if_asked(script, tmp_path):
+    path = tmp_path / "step.json"
+    done = flopmeter("--hardware", "l4", "--by", "op", "--trace", path, script)
+    assert done.returncode == 0, done.stderr
+    of_products = next(line.split() for line in done.stderr.splitlines() if line.startswith(("mm ", "addmm ")))
+    events = json.loads(path.read_text())["traceEvents"]
+    products = [event for event in events if event.get("cat") == "kernel" and event["name"] == of_products[0]]
+    assert len(products) == int(of_products[1])
+
+
 def test_a_device_on_which_the_script_fails_is_left_out_with_its_error(script):
     done = flopmeter("--hardware", "h100-sxm5-80gb,l4", script, "--fails-on-l4")
     assert done.returncode == 0

@@ -15,6 +15,8 @@ from flopmeter import __version__
 from flopmeter.cli.progress import Progress
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.records import Clocks
+from flopmeter.report.report import Report
+from flopmeter.report.rows import GROUPINGS
 
 
 class Command(NamedTuple):
@@ -53,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports errors in one line, like every error of the command."""
 
     def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, **{**options, "allow_abbrev": False})
         for name in (None, "store"):
             self.register("action", name, _Once)
 
@@ -163,6 +165,24 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     help_text = "a name of `flopmeter hardware`, or a YAML file (default: %(default)s)"
     parser.add_argument("--hardware", metavar="NAME", type=one_device, default=DEFAULT_HARDWARE, help=help_text)
     add_mode(parser)
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace", metavar="FILE", dest="trace_to",
+        help="also write the predicted timeline to a .json or .json.gz for ui.perfetto.dev",
+    )  # fmt: skip
+
+
+def add_by(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--by", choices=GROUPINGS, help="rows of the table (default: class)")
+
+
+def save_trace(report: Report, path: str | None) -> None:
+    """The timeline to the file of --trace, if there is one."""
+    if path:
+        with writing(path):
+            report.save_trace(path)
 
 
 def add_clocks(

@@ -11,7 +11,19 @@ from flopmeter.ask.counting import count
 from flopmeter.ask.largest_batch import MOST_TRIED, largest_batch
 from flopmeter.ask.sweep import sweep
 from flopmeter.ask.sweep_curve import sweep_curve
-from flopmeter.cli.command import Command, add_device, add_format, add_mode, device_list, number, numbers, show, writing
+from flopmeter.cli.command import (
+    Command,
+    add_by,
+    add_device,
+    add_format,
+    add_mode,
+    add_trace,
+    device_list,
+    number,
+    numbers,
+    save_trace,
+    show,
+)
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.target_options import (
     TARGETS,
@@ -31,7 +43,7 @@ from flopmeter.report.drawers import FORMATS as REPORT_FORMATS
 from flopmeter.report.formats import csv_of, laid_out, table
 from flopmeter.report.plots import PICTURES, save
 from flopmeter.report.report import Report
-from flopmeter.report.rows import GROUPINGS, By
+from flopmeter.report.rows import By
 from flopmeter.report.tables import FORMATS, Document
 
 DEFAULT_COMPARISON = "a100-sxm4-80gb,h100-sxm5-80gb,b200-sxm-180gb"
@@ -58,9 +70,7 @@ def _table(options: argparse.Namespace) -> int:
         show(_rendered(report, options.format, options.by or "class"), options)
     if options.plot:
         save(PICTURES[options.picture or "roofline"](report), options.plot)
-    if options.trace_to:
-        with writing(options.trace_to):
-            report.save_trace(options.trace_to)
+    save_trace(report, options.trace_to)
     return 0
 
 
@@ -104,11 +114,8 @@ def _table_arguments(parser: argparse.ArgumentParser) -> None:
     add_format(parser, REPORT_FORMATS)
     _add_plot(parser, "a picture")
     parser.add_argument("--picture", choices=PICTURES, help=f"what --plot draws: {PICTURE_HELP} (default: roofline)")
-    parser.add_argument(
-        "--trace", metavar="FILE", dest="trace_to",
-        help="also write the predicted timeline to a .json or .json.gz for ui.perfetto.dev",
-    )  # fmt: skip
-    parser.add_argument("--by", choices=GROUPINGS, help="rows of the table (default: class)")
+    add_trace(parser)
+    add_by(parser)
     parser.add_argument(
         "--compiler", action="store_true",
         help="compile the model and its optimizer by torch's own compiler (slow; --mode alone goes by rules)",

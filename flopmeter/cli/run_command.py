@@ -8,7 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
-from flopmeter.cli.command import Command, add_energy_price, add_format, device_list, number, picked, share, show
+from flopmeter.cli.command import (
+    Command,
+    add_by,
+    add_energy_price,
+    add_format,
+    add_trace,
+    device_list,
+    number,
+    picked,
+    save_trace,
+    share,
+    show,
+)
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.progress import Progress
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
@@ -57,6 +69,8 @@ def _run(options: argparse.Namespace) -> int:
     )
     if len(devices) > 1:
         return _compare(script, devices, wishes, launch.environment, options)
+    if options.by and options.format in ("json", "html"):
+        raise ValueError(f"{options.format} holds every grouping: leave --by out")
     if options.price:
         raise ValueError("--price is for comparing devices: name several, as in --hardware h100-sxm5-80gb,l40s")
     runs = run_as_ranks(script, options.hardware, wishes, launch.environment)
@@ -68,7 +82,8 @@ def _run(options: argparse.Namespace) -> int:
     if failed is not None:
         print(f"flopmeter: {what_to_do(script, ending, failed.session.lines_that_guess())}", file=sys.stderr)
     if report is not None:
-        _print(report.render(options.format), options)
+        _print(report.render(options.format, options.by or "class"), options)
+        save_trace(report.step, options.trace_to)
     return ending.code
 
 
@@ -77,6 +92,8 @@ def _compare(
 ) -> int:
     if options.format not in TABLE_FORMATS:
         raise ValueError(f"a comparison of devices has no {options.format}; it has {', '.join(TABLE_FORMATS)}")
+    if options.trace_to or options.by:
+        raise ValueError("--trace and --by are of one device: name it alone in --hardware")
     prices = load_prices(options.price, devices)
     with Progress("running the script") as telling:
         found = compare_devices(script, devices, wishes, variables, prices.dollars_per_hour, telling.over)
@@ -166,6 +183,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="a file of weights that torch.load does not find leaves its model as it was made",
     )  # fmt: skip
     add_format(parser, FORMATS, instead_of="stderr")
+    add_trace(parser)
+    add_by(parser)
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="what to run, as it is")
 

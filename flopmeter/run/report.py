@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from flopmeter.ask.pipeline import Pipeline
-from flopmeter.report.formats import as_dict, laid_out, table
+from flopmeter.report.formats import as_dict, csv_of, laid_out, table
 from flopmeter.report.quantities import figure, in_gb, in_ms
 from flopmeter.report.report import Report
+from flopmeter.report.rows import By
 from flopmeter.report.tables import Column, Table, grid
 from flopmeter.run.step_parts import Parts
 
@@ -65,15 +66,20 @@ class RunReport:
         count, mean = len(self.step_seconds), sum(self.step_seconds) / len(self.step_seconds)
         return f"; {count} such steps take {in_ms(shortest)} to {in_ms(longest)} ms, {in_ms(mean)} on average"
 
-    def render(self, format: str = "text") -> str:
-        """text, markdown, csv, json or html. Raises ValueError for another format."""
+    def render(self, format: str = "text", by: By = "class") -> str:
+        """text, markdown, csv, json or html, the first three with a row for each op class, or what else `by` is (see
+        `Report.rows`). Raises ValueError for another format or grouping."""
         if format == "json":
             return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
+        rows = self.step.rows(by)
+        if format == "csv":
+            return csv_of(self.step, rows)
         if format not in ("text", "markdown"):
             return self.step.render(format)
         is_markdown = format == "markdown"
         style = "github" if is_markdown else "simple"
-        tables = [table(self.step, self.step.rows(), "class", style), *(grid(each, style) for each in self._tables())]
+        of_step = table(self.step, rows, by, style, indent=by == "module")
+        tables = [of_step, *(grid(each, style) for each in self._tables())]
         stages = [] if self.pipeline is None else [f"pipeline: {line}" for line in self.pipeline.lines]
         return laid_out(self.step, tables, title=self.headline, first=stages, markdown=is_markdown)
 
