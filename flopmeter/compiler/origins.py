@@ -130,8 +130,17 @@ class _NodeWork(NamedTuple):
 def _origin_with(node: Any, work: _NodeWork, *, is_backward: bool) -> Origin:
     """An origin at the node's place in the program, with this work."""
     is_recomputed = is_backward and node.meta.get("partitioner_tag") == "is_forward"
-    return Origin(op_name(node), *work, _module(node), _source(node), _result_bytes(node), is_recomputed)
+    return Origin(op_name(node), *work, _module(node), _source(node), _result_bytes(node), is_recomputed, _drawn(node))
 
+
+def _drawn(node: Any) -> int:
+    """How many random numbers the node draws."""
+    draws = isinstance(node.target, OpOverload) and node.target._schema.name in _RANDOM_OPS
+    return traced_size(node.meta["val"].numel()) if draws else 0
+
+
+# By which inductor replaces all ops that draw random numbers in its kernels (_inductor/fx_passes/replace_random.py).
+_RANDOM_OPS = {"prims::inductor_random", "prims::inductor_randint"}
 
 # FLOPs and transcendentals for each element of the largest input, and class, of the ops that inductor adds
 # (torch/_inductor/inductor_prims.py). Random bits and maxima are no FLOPs; an online softmax subtracts, exponentiates

@@ -9,9 +9,9 @@ import torch
 
 from flopmeter.compiler.plan import compiled_kernel
 from flopmeter.costs import make_cost
-from flopmeter.costs.fused import flops_of, slowest_class, walk_of
+from flopmeter.costs.fused import flops_of, slowest_class, vector_work, walk_of
 from flopmeter.costs.rules import rule
-from flopmeter.records import MOVEMENT, UNCOUNTED, Call, CompiledKernel, Cost, Reread, VectorWork
+from flopmeter.records import MOVEMENT, UNCOUNTED, Call, CompiledKernel, Cost, Reread
 
 
 @rule(compiled_kernel)
@@ -30,7 +30,7 @@ def fused(call: Call) -> Cost:
         flops_by_class=flops,
         transcendentals=sum(origin.transcendentals for origin in kernel.origins),
         conversions=_conversions(kernel) if any(count for _, count in flops) else 0,
-        work=VectorWork(_walk_of(kernel)),  # no index arithmetic: sizes are constants of a compiled kernel
+        work=vector_work(_walk_of(kernel), sum(origin.random_numbers for origin in kernel.origins)),
     )
 
 

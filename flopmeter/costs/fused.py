@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import ceil
 
-from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION, Reread
+from flopmeter.costs.index_arithmetic import RANDOM_OPERATIONS
+from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION, Reread, VectorWork
 from flopmeter.records.powers_of_two import power_of_two_from
 
 MOST_NAMES = 6  # of ops, in a kernel's name
@@ -23,6 +24,16 @@ HELD_ROW_ELEMENTS = 1024
 _ROW_BLOCK = 2048
 _ELEMENTS_OF_THREAD = 4
 _COMBINING = 18
+
+
+# `rand` keeps one of the four numbers that ten rounds of Philox make (triton/language/random.py); torch's own kernels
+# use all four.
+_RANDOM_OPERATIONS = 4 * RANDOM_OPERATIONS
+
+
+def vector_work(rereads: tuple[Reread, ...], random_numbers: int) -> VectorWork:
+    """Of a kernel that draws so many random numbers. It computes no addresses, since sizes are its constants."""
+    return VectorWork(rereads, _RANDOM_OPERATIONS * random_numbers, random_numbers=random_numbers)
 
 
 def name_of(ops: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from typing import TypeVar
 from torch._ops import OpOverload, OpOverloadPacket
 
 from flopmeter.costs.access import walk
+from flopmeter.costs.index_arithmetic import RANDOM_OPERATIONS
 from flopmeter.costs.traffic import as_regions, regions
 from flopmeter.records import (
     ATTENTION,
@@ -109,6 +110,7 @@ def make_cost(
     grid: ThreadGrid | None = None,
     blocks_host: bool | None = None,
     kernels: int = 1,
+    random_numbers: int = 0,
     work: KernelWork | None = None,
 ) -> Cost:
     """The cost of one kernel of one class, or of several of which one class holds all work.
@@ -134,7 +136,9 @@ def make_cost(
         if walks is not None:
             walked = walked.over(walks)
         indexed = walked.index_operations if index_operations is None else index_operations
-        work = VectorWork(rereads, indexed, walked.grid if grid is None else grid, scatter or walked.scatter, kernels)
+        indexed += RANDOM_OPERATIONS * random_numbers
+        threads, apart = walked.grid if grid is None else grid, scatter or walked.scatter
+        work = VectorWork(rereads, indexed, threads, apart, kernels, random_numbers)
     return Cost(
         name=call.name,
         op_class=op_class,

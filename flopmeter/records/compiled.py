@@ -25,6 +25,7 @@ class Origin(NamedTuple):
     source: str | None  # 'file:line'
     result_bytes: int = 0
     is_recomputed: bool = False  # a forward op that the partitioner moved into the backward graph
+    random_numbers: int = 0  # that it draws
 
 
 @dataclass(frozen=True, slots=True, eq=False)

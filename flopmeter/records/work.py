@@ -255,10 +255,11 @@ class VectorWork(NamedTuple):
     """Memory traffic, and arithmetic on vector units."""
 
     rereads: tuple[Reread, ...] = ()
-    index_operations: int = 0  # integer operations that compute addresses, for operands with different strides
+    index_operations: int = 0  # integer ones: for the addresses of operands with different strides, for random numbers
     grid: ThreadGrid | None = None  # if the steps or the number of its threads may bound the kernel
     scatter: Scatter = Scatter()
     kernels: int = 1  # that the op launches one after another, where the further ones do little but start and end
+    random_numbers: int = 0  # that threads draw; their integer operations are among those above
 
 
 class HostCopy(NamedTuple):

@@ -14,7 +14,6 @@ from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.index_arithmetic import (
     CAST_OPERATIONS,
-    RANDOM_OPERATIONS,
     SINGLE_CAST_OPERATIONS,
     index_operations,
 )
@@ -251,7 +250,7 @@ def dropout(call: Call) -> Cost:
     n = call.outputs[0].numel
     if call.argument("train") is False:
         return elementwise(call, NONE)
-    return make_cost(call, ELEMENTWISE, n, complex_factor=1, index_operations=RANDOM_OPERATIONS * n)
+    return make_cost(call, ELEMENTWISE, n, complex_factor=1, index_operations=0, random_numbers=n)
 
 
 @rule(aten.glu_backward)

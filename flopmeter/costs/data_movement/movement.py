@@ -7,7 +7,7 @@ from math import ceil, log2, prod
 
 import torch
 
-from flopmeter.costs.index_arithmetic import NORMAL_OPERATIONS, RANDOM_OPERATIONS, ROLL_OPERATIONS
+from flopmeter.costs.index_arithmetic import NORMAL_OPERATIONS, ROLL_OPERATIONS
 from flopmeter.costs.rules import FREE, make_cost, rule, scratch, zeros
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, REDUCTION, SORTING, Call, Cost, Region, TensorSpec
@@ -180,8 +180,8 @@ def random_fill(call: Call) -> Cost:
     integer work, 0 FLOP."""
     is_normal = "normal" in call.func.overloadpacket.__name__ or "randn" in call.func.overloadpacket.__name__
     written = sum(spec.numel for spec in call.outputs)
-    operations = RANDOM_OPERATIONS + NORMAL_OPERATIONS * is_normal
-    return make_cost(call, RANDOM, read=call.inputs[1:], index_operations=operations * written)
+    operations = NORMAL_OPERATIONS * is_normal * written
+    return make_cost(call, RANDOM, read=call.inputs[1:], index_operations=operations, random_numbers=written)
 
 
 @rule(

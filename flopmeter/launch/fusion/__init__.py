@@ -22,7 +22,7 @@ at 250 arguments, as eager PyTorch splits its own); they do not fuse with ops on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from flopmeter.costs import make_cost
-from flopmeter.costs.fused import flops_of, name_of, slowest_class, walk_of
+from flopmeter.costs.fused import flops_of, name_of, slowest_class, vector_work, walk_of
 from flopmeter.launch.fusion.atomics import with_atomic_additions
 from flopmeter.launch.fusion.dataflow import flow_of
 from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, numbered, pass_of, tensors_of, whole_program
@@ -76,7 +76,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
     flow = flow_of(parts)
     groups = Groups(parts, flow)
     traffic = Traffic(parts, trace, flow, groups)
-    costs: dict[tuple[tuple[Cost, ...], int, int, Loops | None], Cost] = {}
+    costs: dict[tuple[tuple[Cost, ...], int, int, int, Loops | None], Cost] = {}
     libraries: dict[Cost, Cost] = {}
     draws = _draws_of(parts)
     fused, order = [], groups.in_order()
@@ -94,7 +94,9 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
         drawing = [parts[member].op for member in members if _draws(parts[member])]
         if drawing and first.graph in draws:
             fused.append(_seeds(drawing[0], draws.pop(first.graph)))
-        key = (tuple(parts[member].cost for member in members), *traffic.of_group(members), groups.loops_of(members[0]))
+        own = [parts[member] for member in members]
+        moved, loops = traffic.of_group(members), groups.loops_of(members[0])
+        key = (tuple(part.cost for part in own), _random_numbers(own), *moved, loops)
         if key not in costs:
             costs[key] = _fused_cost(*key)
         fused.append(Kernel(ops, costs[key], 0, 0))
@@ -136,7 +138,15 @@ def _places(kernels: list[Kernel], trace: Trace) -> list[int]:
         raise ValueError("fuse() takes the kernels of the trace that is given with them: kernels_of(trace)") from None
 
 
-def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int, loops: Loops | None) -> Cost:
+def _random_numbers(parts: Iterable[Part]) -> int:
+    """How many the kernel draws: an op's numbers stay in registers for all parts that need them."""
+    drawn = {part.source: part.cost.work.random_numbers for part in parts if isinstance(part.cost.work, VectorWork)}
+    return sum(drawn.values())
+
+
+def _fused_cost(
+    parts: tuple[Cost, ...], random_numbers: int, bytes_read: int, bytes_written: int, loops: Loops | None
+) -> Cost:
     """One kernel of inductor's for all parts. FLOPs keep their classes, those of the kernel's own class first.
 
     Traits of eager kernels are dropped: how they walk memory, serial loops, index arithmetic (in a compiled kernel
@@ -156,7 +166,7 @@ def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int, lo
         transcendentals=sum(part.transcendentals for part in parts),
         fused_multiply_add=all(part.fused_multiply_add for part in parts if part.flops),
         access="fused",
-        work=VectorWork(_walk_of(loops, min(largest, bytes_read), bytes_written) if loops else ()),
+        work=vector_work(_walk_of(loops, min(largest, bytes_read), bytes_written) if loops else (), random_numbers),
     )
 
 
