@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
+import subprocess
 import sys
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +71,49 @@ def test_a_shim_stands_in_for_a_package_that_is_installed_and_leaves_it_as_it_wa
     assert "bitsandbytes_adam" in kernels(device.report().step)
     assert sys.modules["bitsandbytes"] is installed
     del sys.modules["bitsandbytes"]
+
+
+def test_libraries_that_ask_for_the_distribution_of_a_shim_find_name_and_version(tmp_path, monkeypatch):
+    """As transformers does before it takes flash_attention_2: the distribution is named flash-attn, and is new enough.
+    FlashAttention-4 has a module of that name, too, so that the module alone is not enough for it."""
+    (tmp_path / "flash_attn-1.0.dist-info").mkdir()
+    (tmp_path / "flash_attn-1.0.dist-info" / "METADATA").write_text("Name: flash-attn\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with flopmeter.cuda(A100, wishes=Wishes(shims=("flash_attn", "flash_attn_interface", "apex"))):
+        assert metadata.version("flash_attn") == metadata.version("Flash-Attn") == "2.8.3"
+        found = metadata.packages_distributions()
+        assert "flash-attn" in found["flash_attn"]
+        assert "flash_attn_3" in found["flash_attn_interface"]
+        assert "apex" not in found  # its distribution has no number that we could name
+    assert metadata.version("flash_attn") == "1.0"
+
+
+TRANSFORMERS = """
+import sys, torch, transformers
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+)
+attention = {"attn_implementation": "flash_attention_2", "dtype": torch.bfloat16}
+model = transformers.LlamaForCausalLM._from_config(config, **attention).cuda()
+mask = torch.ones(2, 256, dtype=torch.long)
+mask[:, int(sys.argv[1]) :] = 0
+for _ in range(40):
+    with torch.no_grad():
+        model(torch.zeros(2, 256, dtype=torch.long).cuda(), attention_mask=mask.cuda())
+"""
+
+
+@pytest.mark.parametrize("kept", [256, 200])
+def test_flash_attention_2_of_transformers_runs_by_the_shim_and_leaves_padding_out(kept, tmp_path):
+    """Two layers, two texts. In a process of its own, as transformers keeps what it found installed."""
+    pytest.importorskip("transformers")
+    (tmp_path / "program.py").write_text(TRANSFORMERS)
+    command = ["-m", "flopmeter", "run", "--hardware", A100, "--shim", "flash_attn", "--format", "json"]
+    ran = subprocess.run(
+        [sys.executable, *command, tmp_path / "program.py", str(kept)], capture_output=True, text=True, check=True
+    )
+    (attention,) = [row for row in json.loads(ran.stderr)["rows"]["class"] if row["name"] == "attention (fused)"]
+    assert attention["flops"] == 2 * 2 * (2 * 2 * kept**2 * 128)
 
 
 def test_xformers_attention_has_the_products_of_two_matmuls_and_a_causal_mask_may_be_named():
