@@ -105,7 +105,8 @@ class _Shim(types.ModuleType):
             raise ImportError(
                 f"flopmeter's shim of {self.__name__} has no {name!r}; it has {', '.join(self._contents)}"
             )
-        self._note(f"{self.__name__}.{name} is flopmeter's shim: it runs operators of the same work")
+        if callable(self._contents[name]):
+            self._note(f"{self.__name__}.{name} is flopmeter's shim: it runs operators of the same work")
         return self._contents[name]
 
 
