@@ -498,6 +498,21 @@ def test_weights_are_loaded_onto_the_device_and_saved_ones_come_back(tmp_path):
         assert torch.load(tmp_path / "new.pt")["bias"].is_cuda
 
 
+def test_weights_that_are_loaded_onto_meta_take_no_memory_of_the_gpu(tmp_path):
+    """By torch.load, and by a storage of the program's own, as Lightning's lazy loading makes them."""
+    torch.save(nn.Linear(512, 512).state_dict(), tmp_path / "real.pt")
+    with flopmeter.cuda(A100):
+        for where in ("meta", torch.device("meta")):
+            kept = torch.load(tmp_path / "real.pt", map_location=where)
+            assert kept["weight"].is_meta
+        own = torch.UntypedStorage(4 * 512 * 512, device="meta")
+        shapes = torch.empty(0, device="meta").set_(own, 0, (512, 512), (512, 1))
+        assert shapes.is_meta
+        assert torch.cuda.memory_allocated() == 0
+    assert "__new__" not in vars(torch.UntypedStorage)
+    assert torch.UntypedStorage(8).nbytes() == 8
+
+
 def test_distributed_checkpoints_write_no_file_and_training_goes_on(tmp_path):
     with flopmeter.cuda(A100, gpus=4) as device:
         dist.init_process_group("nccl")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
+import subprocess
 import sys
+from importlib import metadata
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -46,8 +50,9 @@ def test_every_name_of_a_shim_can_be_imported_and_is_told(shim):
                 importlib.import_module(module).nothing  # noqa: B018
         torch.ones(1, device="cuda")
     told = {note.split(" is flopmeter's")[0] for note in device.report().step.notes if "shim" in note}
-    taken = {f"{module}.{name}" for module, names in modules_of(shim).items() for name in names}
-    assert told == {name for name in taken if not name.endswith("__")}
+    assert told == {
+        f"{module}.{name}" for module, names in modules_of(shim).items() for name, has in names.items() if callable(has)
+    }
 
 
 def test_a_shim_stands_in_for_a_package_that_is_installed_and_leaves_it_as_it_was(tmp_path, monkeypatch):
@@ -68,6 +73,49 @@ def test_a_shim_stands_in_for_a_package_that_is_installed_and_leaves_it_as_it_wa
     assert "bitsandbytes_adam" in kernels(device.report().step)
     assert sys.modules["bitsandbytes"] is installed
     del sys.modules["bitsandbytes"]
+
+
+def test_libraries_that_ask_for_the_distribution_of_a_shim_find_name_and_version(tmp_path, monkeypatch):
+    """As transformers does before it takes flash_attention_2: the distribution is named flash-attn, and is new enough.
+    FlashAttention-4 has a module of that name, too, so that the module alone is not enough for it."""
+    (tmp_path / "flash_attn-1.0.dist-info").mkdir()
+    (tmp_path / "flash_attn-1.0.dist-info" / "METADATA").write_text("Name: flash-attn\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with flopmeter.cuda(A100, wishes=Wishes(shims=("flash_attn", "flash_attn_interface", "apex"))):
+        assert metadata.version("flash_attn") == metadata.version("Flash-Attn") == "2.8.3"
+        found = metadata.packages_distributions()
+        assert "flash-attn" in found["flash_attn"]
+        assert "flash_attn_3" in found["flash_attn_interface"]
+        assert "apex" not in found  # its distribution has no number that we could name
+    assert metadata.version("flash_attn") == "1.0"
+
+
+TRANSFORMERS = """
+import sys, torch, transformers
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+)
+attention = {"attn_implementation": "flash_attention_2", "dtype": torch.bfloat16}
+model = transformers.LlamaForCausalLM._from_config(config, **attention).cuda()
+mask = torch.ones(2, 256, dtype=torch.long)
+mask[:, int(sys.argv[1]) :] = 0
+for _ in range(40):
+    with torch.no_grad():
+        model(torch.zeros(2, 256, dtype=torch.long).cuda(), attention_mask=mask.cuda())
+"""
+
+
+@pytest.mark.parametrize("kept", [256, 200])
+def test_flash_attention_2_of_transformers_runs_by_the_shim_and_leaves_padding_out(kept, tmp_path):
+    """Two layers, two texts. In a process of its own, as transformers keeps what it found installed."""
+    pytest.importorskip("transformers")
+    (tmp_path / "program.py").write_text(TRANSFORMERS)
+    command = ["-m", "flopmeter", "run", "--hardware", A100, "--shim", "flash_attn", "--format", "json"]
+    ran = subprocess.run(
+        [sys.executable, *command, tmp_path / "program.py", str(kept)], capture_output=True, text=True, check=True
+    )
+    (attention,) = [row for row in json.loads(ran.stderr)["rows"]["class"] if row["name"] == "attention (fused)"]
+    assert attention["flops"] == 2 * 2 * (2 * 2 * kept**2 * 128)
 
 
 def test_xformers_attention_has_the_products_of_two_matmuls_and_a_causal_mask_may_be_named():
@@ -349,6 +397,67 @@ def test_a_4_bit_layer_takes_weights_that_a_library_quantised_itself():
 
     report = stepped("bitsandbytes", program)
     assert report.macs == 32 * (256 * 128 + 128 * 128)
+
+
+@pytest.mark.parametrize(("bits", "state_bytes"), [(32, 4), (8, 1)])
+def test_bitsandbytes_adam_has_states_of_the_bits_that_it_is_told_and_waits_for_each_parameter(bits, state_bytes):
+    """As `adamw_8bit` of transformers asks for them, with those of embeddings in fp32, and all paged."""
+
+    def program():
+        import bitsandbytes as bnb
+
+        stable = bnb.nn.StableEmbedding(64, 256)
+        model = nn.Sequential(nn.Embedding(128, 256), stable, nn.Linear(256, 256, bias=False)).cuda()
+        stable.norm.requires_grad_(False)
+        bnb.optim.GlobalOptimManager.get_instance().register_module_override(model[0], "weight", {"optim_bits": 32})
+        optimizer = bnb.optim.AdamW(model.parameters(), lr=1e-3, optim_bits=bits, is_paged=True)
+        tokens = torch.zeros(4, dtype=torch.long, device="cuda")
+        for _ in range(2):
+            (model[2](model[0](tokens)).sum() + stable(tokens).sum()).backward()
+            with mock.patch.object(torch.cuda, "synchronize") as waits:
+                optimizer.step()
+            assert waits.call_count == 3
+            optimizer.zero_grad()
+
+    report = stepped("bitsandbytes", program)
+    scales = 2 * 4 * 256 if bits == 8 else 0
+    states = 2 * 4 * (128 * 256 + 64 * 256) + 2 * state_bytes * 256 * 256 + scales
+    update = kernels(report)["bitsandbytes_adam"]
+    assert update.bytes_read == 2 * 4 * (128 * 256 + 64 * 256 + 256 * 256) + states  # gradients, weights
+
+
+QLORA = """
+import sys, torch, transformers
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2)
+LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(sys.argv[1])
+four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+load = dict(quantization_config=four, dtype=torch.bfloat16, device_map={"": 0})
+model = LlamaForCausalLM.from_pretrained(sys.argv[1], **load)
+assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+for _ in range(40):
+    with torch.no_grad():
+        model(torch.zeros(2, 16, dtype=torch.long).cuda())
+"""
+
+
+def test_transformers_loads_weights_in_4_bits_and_multiplies_them_whole(tmp_path):
+    """Each of 14 layers is made whole again, half a byte an element and a scale for 64; the head is not in 4 bits."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    (tmp_path / "program.py").write_text(QLORA)
+    command = ["-m", "flopmeter", "run", "--hardware", A100, "--shim", "bitsandbytes", "--format", "json"]
+    ran = subprocess.run(
+        [sys.executable, *command, tmp_path / "program.py", tmp_path / "model"], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = {row["name"]: row for row in json.loads(ran.stderr[ran.stderr.index("{") :])["rows"]["op"]}
+    weights = 2 * (4 * 128 * 128 + 3 * 128 * 256)
+    (whole,) = [row for name, row in rows.items() if "bitsandbytes_dequantize" in name]
+    assert (whole["calls"], whole["bytes_written"]) == (14, 2 * weights)
+    assert whole["bytes_read"] == weights / 2 + 4 * weights / 64
+    products = sum(row["flops"] for name, row in rows.items() if name.split("::")[-1].split()[0] in ("mm", "addmm"))
+    assert products == 2 * 32 * (weights + 64 * 128)
 
 
 def test_scripts_read_the_driver_of_the_profile():

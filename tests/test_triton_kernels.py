@@ -20,6 +20,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 import flopmeter
 from flopmeter import FlopMeter
 from flopmeter.costs import UncountedError, costs_of, kernels_of
+from flopmeter.costs.triton_kernels import why_uncounted
 from flopmeter.records import Cost, TritonOp
 from flopmeter.torch_names.own_operators import own
 from flopmeter.trace.triton_kernels import analysed, without_device
@@ -388,6 +389,18 @@ def tanh(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def softplus(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n)
+    y = tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.f32 p, $1, 15.; @p mov.f32 $0, $1; @!p ex2.approx.ftz.f32 $0, $1;"
+        "@!p fma.rn.f32 $0, $0, 1.0, 1.0; @!p lg2.approx.ftz.f32 $0, $0; }",
+        "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )
+    tl.store(out_ptr + at, y, mask=at < n)
+
+
+@triton.jit
 def rounded(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < n)
@@ -558,6 +571,45 @@ def test_a_function_of_a_library_is_a_flop_and_takes_the_special_units(kernels):
     x, out = meta(4096, dtype=torch.float32), meta(4096, dtype=torch.float32)
     (cost,) = costs(lambda: kernels.tanh[(4,)](x, out, 4096, BLOCK=1024))
     assert (cost.flops, cost.transcendentals) == (4096, 4096)
+
+
+@needs_triton
+def test_inline_ptx_has_the_flops_of_its_instructions(kernels):
+    """A multiply-add, and two functions."""
+    x, out = meta(4096, dtype=torch.float32), meta(4096, dtype=torch.float32)
+    (cost,) = costs(lambda: kernels.softplus[(4,)](x, out, 4096, BLOCK=1024))
+    assert (cost.flops, cost.transcendentals) == (4 * 4096, 2 * 4096)
+
+
+INLINE = """
+module {
+  tt.func public @inline(%arg0: !tt.ptr<f32>) attributes {noinline = false} {
+    %0 = tt.elementwise_inline_asm "ASM" {constraints = "=r,r", packed_element = PACKED : i32, pure = true} %x
+      : tensor<64xf32> -> tensor<64xf32>
+    tt.return
+  }
+}
+""".replace("%x\n      :", "%x :")
+
+
+@pytest.mark.parametrize(
+    ("asm", "packed", "found"),
+    [
+        ("mov.f32 $0, $1;", 1, {"ptx.mov": 64}),
+        (r"{add.f32 $0, $2, 1.0;}\0A{add.f32 $1, $3, 1.0;}\0A", 2, {"ptx.add": 64}),
+        ("mul.rn.f16x2 $0, $1, $2; add.s32 $0, $0, 1;", 2, {"ptx.mul": 64}),
+        ("add.f32 $0, $2, 1.0;", 2, {"tt.elementwise_inline_asm": 64}),  # of one element in two
+        ("ld.global.u32 $0, [$1];", 1, {"ptx.ld": 64}),
+    ],
+)
+def test_instructions_of_inline_ptx_are_read_an_element_each(asm, packed, found):
+    assert counts(INLINE.replace("ASM", asm).replace("PACKED", str(packed)), (1,)) == found
+
+
+def test_inline_ptx_that_touches_memory_or_is_not_known_is_named():
+    for asm in ("ld.global.f32 $0, [$1];", "atom.add.u32 $0, [$1], 1;", "frobnicate.f32 $0, $1;"):
+        body = body_of("kernel", parse(INLINE.replace("ASM", asm).replace("PACKED", "1")), (1,), ())
+        assert why_uncounted(body) == f"ptx.{asm.partition('.')[0]}"
 
 
 @needs_triton

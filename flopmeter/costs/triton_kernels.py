@@ -18,11 +18,16 @@ from flopmeter.records.bodies import ATOMICS
 from flopmeter.records.dtypes import DTYPES
 from flopmeter.torch_names.own_operators import own
 
-_FUNCTIONS = ("math.", "tt.extern_elementwise", "tt.precise_sqrt")  # one call of a library function an element
+# One call of a library function an element.
+_PTX = ("ptx.ex2", "ptx.lg2", "ptx.sqrt", "ptx.rsqrt", "ptx.tanh", "ptx.sin", "ptx.cos")
+_FUNCTIONS = ("math.", "tt.extern_elementwise", "tt.precise_sqrt", *_PTX)
 _PLAIN = {  # FLOP an element
     **dict.fromkeys(("arith.addf", "arith.subf", "arith.mulf", "arith.divf", "arith.remf", "arith.negf"), 1),
     **dict.fromkeys(("math.absf", "math.floor", "math.ceil", "tt.precise_divf", *ATOMICS), 1),
     "math.fma": 2,
+    # of inline PTX
+    **dict.fromkeys(("ptx.add", "ptx.sub", "ptx.mul", "ptx.div", "ptx.rcp", "ptx.neg", "ptx.abs"), 1),
+    **dict.fromkeys(("ptx.fma", "ptx.mad"), 2),
 }
 # Selections, casts, copies, and operations that only name elements.
 _FREE = frozenset(
@@ -31,7 +36,8 @@ _FREE = frozenset(
         """arith.maxnumf arith.minnumf arith.maximumf arith.minimumf arith.cmpf arith.select arith.truncf arith.extf
         arith.sitofp arith.uitofp arith.bitcast tt.bitcast tt.fp_to_fp tt.clampf tt.load tt.store tt.splat tt.unsplat
         tt.broadcast tt.expand_dims tt.reshape tt.trans tt.join tt.split tt.cat tt.gather tt.descriptor_load
-        tt.descriptor_gather tt.descriptor_store tt.make_tensor_descriptor ub.poison""",
+        tt.descriptor_gather tt.descriptor_store tt.make_tensor_descriptor ub.poison ptx.mov ptx.setp ptx.selp ptx.max
+        ptx.min ptx.cvt""",
     )
 )
 # Operations that load and store, by direction.

@@ -121,6 +121,7 @@ class NamedCuda:
         yield Patch(storage, "share_memory_", lambda own: own if own.device.type == "meta" else share(own), why)
         yield Patch(storage, "is_shared", lambda own: own.device.type == "meta" or is_shared(own), why)
         # torch.load gives storages to a map_location that is a function
+        yield Patch(storage, "__new__", self._storage(storage.__new__), "a program's own storages on meta stay there")
         yield Patch(storage, "cuda", lambda own, *_, **__: torch.UntypedStorage(own.nbytes(), device=META), takes)
         yield Patch(
             Module, "cuda", lambda module, device=None: module.to(self.name if device is None else device), takes
@@ -256,6 +257,15 @@ class NamedCuda:
         if isinstance(result, Tensor) and _true_is_meta(result):
             self.true_meta.add(result)
         return result
+
+    def _storage(self, new: Callable[..., Any]) -> Any:
+        def made(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+            storage = new(cls, *args, **kwargs, **({} if device is None else {"device": device}))
+            if device is not None and torch.device(device) == META and not is_compiling() and not _asked_from_below():
+                self.true_meta.add(storage)
+            return storage
+
+        return staticmethod(made)
 
     def _wrapping(self) -> Any:
         """A subclass that wraps tensors is given the device that they tell. Autograd would ask a true CUDA tensor for

@@ -124,11 +124,20 @@ def _stray_options(script: Script) -> str:
     return f" ({stray[0]} went to the script: options of flopmeter run come before its name)" if stray else ""
 
 
+def _named_shim(message: str) -> str | None:
+    """The package that a library says it wants, as words of its own: flash_attn, flash-attn or FlashAttention2."""
+    words = re.sub(r"flash[ -]?attention", "flash_attn", message.lower()).replace("-", "_")
+    named = (each for each in SHIMS if each != "kernels")  # a common word
+    return next((each for each in named if re.search(rf"(?<![a-z]){each}(?![a-z_])", words)), None)
+
+
 def _about_import(error: ImportError, script: Script) -> str:
     if _modules_of(error)[-1:] == ["flopmeter.run.shims"]:
         return "flopmeter's shim does not have it: run the script's path without it, by its arguments"
     if "relative import" in str(error):
         return "it is a part of a package: run it as flopmeter run -m package.module, in the folder of the package"
+    if error.name is None and (shim := _named_shim(str(error))):
+        return f"{shim} does not run without a GPU: let flopmeter stand in with --shim {shim}"
     if error.name is None:
         return "its message is above; what it names is to be installed in the environment that runs flopmeter"
     name = error.name.partition(".")[0]

@@ -22,8 +22,8 @@ class MarkedStorages:
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def add(self, tensor: Tensor | torch.UntypedStorage) -> None:
+        storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor
         place = storage._cdata
         self._storages[place] = weakref.ref(storage, lambda _: self._storages.pop(place, None))
 
@@ -35,10 +35,10 @@ class ShapesOnly(MarkedStorages):
     """The storages of tensors that are shapes only."""
 
     def covers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the op's result is shapes only too: not if it asks for a device, or is given a storage."""
+        """Whether the op's result is shapes only too: not if it asks for a device, or is given another storage."""
         if not self._storages or kwargs.get("device") is not None:
             return False
-        if any(isinstance(arg, torch.UntypedStorage) for arg in args):
+        if any(isinstance(arg, torch.UntypedStorage) and arg._cdata not in self._storages for arg in args):
             return False
         tensors = list(tensors_in((args, kwargs)))
         return bool(tensors) and all(map(self.has, tensors))

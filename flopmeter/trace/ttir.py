@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -277,7 +278,10 @@ class _Interpreter:
             self._add((statement.name, pointee[1], None), weight, _elements(kind))
             return
         dtype = _dtype(kind)
-        if ("f" in dtype and statement.name != "arith.constant") or statement.name == "tt.elementwise_inline_asm":
+        if statement.name == "tt.elementwise_inline_asm":
+            for name, of in _instructions(statement.text):
+                self._add((name, of, None), weight, _elements(kind))
+        elif "f" in dtype and statement.name != "arith.constant":
             self._add((statement.name, dtype, None), weight, _elements(kind))
 
     def _add(self, key: Key, weight: int | Tensor, elements: int) -> None:
@@ -319,6 +323,33 @@ def values_in(text: str) -> list[str]:
 def _shape(kind: str) -> list[int]:
     inside = re.search(r"tensor<((?:\d+x)*)", kind)
     return [int(size) for size in inside[1].split("x")[:-1]] if inside else []
+
+
+def _instructions(text: str) -> list[tuple[str, str]]:
+    """The instructions of inline PTX that compute with floats, or that touch memory, and their types: one an element
+    each. `packed_element` elements share a text, which repeats its instructions for each of them."""
+    asm = re.match(r'\s*"((?:[^"\\]|\\.)*)"', text)
+    packed = re.search(r"packed_element = (\d+)", text)
+    if asm is None or packed is None:
+        return [("tt.elementwise_inline_asm", "f32")]
+    found = re.findall(r"(?:^|[;{}\s])([a-z]\w*)((?:\.\w+)+)\s", re.sub(r"\\[0-9A-F]{2}|\\[nt]", " ", asm[1]))
+    floats = [
+        (f"ptx.{name}", kind.removesuffix("x2"))
+        for name, parts in found
+        if "f" in (kind := parts.rpartition(".")[2]) or name in _PTX_MEMORY
+        for _ in range(2 if kind.endswith("x2") else 1)
+    ]
+    each, rest = _divided(floats, int(packed[1]))
+    return [("tt.elementwise_inline_asm", "f32")] if rest else each
+
+
+_PTX_MEMORY = ("ld", "st", "atom", "red", "mma", "wgmma", "cp")
+
+
+def _divided(instructions: list[tuple[str, str]], parts: int) -> tuple[list[tuple[str, str]], bool]:
+    """The share of one element in instructions for several, and whether it is no whole number of each."""
+    of = Counter(instructions)
+    return [each for each in of for _ in range(of[each] // parts)], any(number % parts for number in of.values())
 
 
 def _elements(kind: str) -> int:

@@ -18,7 +18,10 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
 
+_ANY = DistributionFinder.Context()
 SHIMS = tuple(module.name for module in pkgutil.iter_modules(__path__) if module.name != "kernel")
 """The packages that there is a shim of."""
 
@@ -41,12 +44,46 @@ def importable(packages: Collection[str], note: Callable[[str], None]) -> Iterat
             if parent:
                 setattr(modules[parent], own, module)
             sys.modules[name] = module
+    finder = _Finder([_Metadata(package) for package in packages if "__version__" in modules_of(package)[package]])
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
+        sys.meta_path.remove(finder)
         for name in [each for each in sys.modules if each.partition(".")[0] in packages]:
             del sys.modules[name]
         sys.modules.update(stood)
+
+
+class _Metadata(Distribution):
+    """What pip would have written of the package: libraries (transformers, diffusers) ask importlib.metadata for it."""
+
+    def __init__(self, package: str) -> None:
+        shim = importlib.import_module(f"{__name__}.{package}")
+        self._text = {
+            "METADATA": f"Name: {shim.DISTRIBUTION}\nVersion: {shim.MODULES[package]['__version__']}\n",
+            "top_level.txt": package,
+        }
+
+    def read_text(self, filename: str) -> str | None:
+        return self._text.get(filename)
+
+    def locate_file(self, path: object) -> Path:
+        return Path(str(path))  # there is no file
+
+
+class _Finder(DistributionFinder):
+    def __init__(self, found: list[_Metadata]) -> None:
+        self._found = found
+
+    def find_spec(self, *args: object) -> None:
+        """It finds no module: those of shims are in sys.modules."""
+
+    def find_distributions(self, context: DistributionFinder.Context = _ANY) -> Iterator[Distribution]:
+        def plain(name: str) -> str:
+            return name.lower().replace("_", "-")
+
+        return (each for each in self._found if context.name is None or plain(context.name) == plain(each.name))
 
 
 class _Shim(types.ModuleType):
@@ -68,7 +105,8 @@ class _Shim(types.ModuleType):
             raise ImportError(
                 f"flopmeter's shim of {self.__name__} has no {name!r}; it has {', '.join(self._contents)}"
             )
-        self._note(f"{self.__name__}.{name} is flopmeter's shim: it runs operators of the same work")
+        if callable(self._contents[name]):
+            self._note(f"{self.__name__}.{name} is flopmeter's shim: it runs operators of the same work")
         return self._contents[name]
 
 

@@ -1,20 +1,23 @@
 """bitsandbytes (github.com/bitsandbytes-foundation/bitsandbytes): 8-bit optimizers, linear layers in 8 and 4 bits.
 
-An optimizer runs one kernel a parameter; its states are bytes with one fp32 scale for each block of 256
-(csrc/kernels.cu, kOptimizerStatic8bit2StateBlockwise; '8-bit Optimizers via Block-wise Quantization', 2110.02861),
-and parameters below 4,096 elements keep fp32 states. A 4-bit weight is dequantised before each product, in blocks of 64
-whose scales are bytes themselves, in blocks of 256 ('QLoRA', arXiv 2305.14314). An 8-bit layer quantises rows of its
-input and multiplies on the int8 unit ('LLM.int8()', arXiv 2208.07339).
+An optimizer runs one kernel a parameter and waits for it (optim/optimizer.py, `step`); its states are bytes with one
+fp32 scale for each block of 256 (csrc/kernels.cu, kOptimizerStatic8bit2StateBlockwise; '8-bit Optimizers via Block-wise
+Quantization', 2110.02861), and parameters below 4,096 elements keep fp32 states. Paged states count as memory of the
+GPU. A 4-bit weight is dequantised before each product, in blocks of 64 whose scales are bytes themselves, in blocks of
+256 ('QLoRA', arXiv 2305.14314). An 8-bit layer quantises rows of its input and multiplies on the int8 unit
+('LLM.int8()', arXiv 2208.07339).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flopmeter.costs import make_contraction, make_cost
 from flopmeter.records import Call, Cost, Matmul
@@ -24,7 +27,8 @@ BLOCK = 256  # elements of a state, or scales, with one scale
 WEIGHT_BLOCK = 64  # elements of a 4-bit weight
 SMALL = 4096  # elements; min_8bit_size of the optimizers
 # Operations a parameter. Adam: both moments 7, root and division 3, step 3, decay 1. Lion: means 6, step, decay 3.
-ADAM, LION = 14, 9
+# RMSprop: mean 4, root and division 3, step 2.
+ADAM, LION, RMSPROP = 14, 9, 9
 REQUANTIZE = 2  # a state times its block's scale, and divided by the new one; looking the code up is integer work
 
 
@@ -46,12 +50,61 @@ def _adam(g: Tensor, p: Tensor, first: Tensor, second: Tensor, scales: Tensor | 
 def _lion(g: Tensor, p: Tensor, first: Tensor, scales: Tensor | None) -> None: ...
 
 
-class _Optimizer(torch.optim.Optimizer):
-    bits, states, update = 8, 2, staticmethod(_adam)
+@kernel("bitsandbytes_rmsprop", _update_cost(RMSPROP, 1), mutates=("p", "first", "scales"))
+def _rmsprop(g: Tensor, p: Tensor, first: Tensor, scales: Tensor | None) -> None: ...
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, *args: Any, min_8bit_size: int = SMALL, **kwargs: Any):
+
+class GlobalOptimManager:
+    """What a program wants for single parameters: of its options `optim_bits` is of consequence here."""
+
+    def __init__(self) -> None:
+        self._of_modules: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._of_parameters = WeakIdKeyDictionary()
+
+    @staticmethod
+    def get_instance() -> GlobalOptimManager:
+        return _MANAGER
+
+    def register_parameters(self, params: Any) -> None:
+        """It needs to know nothing before an optimizer makes its states."""
+
+    def register_module_override(self, module: nn.Module, param_name: str, config: dict[str, Any]) -> None:
+        self._of_modules.setdefault(module, {})[param_name] = config
+
+    def override_config(
+        self, parameters: Any, key: Any = None, value: Any = None, key_value_dict: dict[str, Any] | None = None
+    ) -> None:
+        for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+            self._of_parameters[parameter] = {**({} if key is None else {key: value}), **(key_value_dict or {})}
+
+    def bits(self, parameter: Tensor) -> int | None:
+        wanted = [
+            config
+            for module, configs in self._of_modules.items()
+            for name, config in configs.items()
+            if getattr(module, name, None) is parameter
+        ]
+        return next((each["optim_bits"] for each in [self._of_parameters.get(parameter, {}), *wanted] if each), None)
+
+
+_MANAGER = GlobalOptimManager()
+
+
+class _Optimizer(torch.optim.Optimizer):
+    bits: int | None = None  # None: what its argument says
+    states, update = 2, staticmethod(_adam)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *args: Any,
+        optim_bits: int = 32,
+        min_8bit_size: int = SMALL,
+        **options: Any,
+    ) -> None:
         super().__init__(params, {"lr": lr})
-        self._min_8bit_size = min_8bit_size
+        self._bits, self._min_8bit_size = self.bits or optim_bits, min_8bit_size
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -62,28 +115,46 @@ class _Optimizer(torch.optim.Optimizer):
         for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
             state = self.state[parameter] or self._made(parameter)
             type(self).update(parameter.grad, parameter, *state["moments"], state["scales"])
+            torch.cuda.synchronize()
         return loss
 
     def _made(self, parameter: Tensor) -> dict[str, Any]:
-        is_small = self.bits == 32 or parameter.numel() < self._min_8bit_size
-        dtype = torch.float32 if is_small else torch.uint8
+        bits = _MANAGER.bits(parameter) or self._bits
+        in_full = bits == 32 or parameter.numel() < self._min_8bit_size
+        dtype = torch.float32 if in_full else torch.uint8
         blocks = self.states * -(-parameter.numel() // BLOCK)
         moments = [torch.zeros_like(parameter, dtype=dtype) for _ in range(self.states)]
-        scales = None if is_small else parameter.new_zeros(blocks, dtype=torch.float32)
+        scales = None if in_full else parameter.new_zeros(blocks, dtype=torch.float32)
         made = {"moments": moments, "scales": scales}
         self.state[parameter] = made
         return made
 
 
-class Adam8bit(_Optimizer): ...
+class Adam(_Optimizer): ...
 
 
-class Adam32bit(_Optimizer):
+class Adam8bit(Adam):
+    bits = 8
+
+
+class Adam32bit(Adam):
     bits = 32
 
 
-class Lion8bit(_Optimizer):
+class Lion(_Optimizer):
     states, update = 1, staticmethod(_lion)
+
+
+class Lion8bit(Lion):
+    bits = 8
+
+
+class Lion32bit(Lion):
+    bits = 32
+
+
+class RMSprop(_Optimizer):
+    states, update = 1, staticmethod(_rmsprop)
 
 
 def _dequantize_cost(call: Call) -> Cost:
@@ -195,14 +266,37 @@ def int8_vectorwise_quant(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Te
 
 
 class _Weight(nn.Parameter):
-    """A parameter whose own options nn.Parameter does not know."""
+    """A parameter that is quantised when it comes onto the device, alone or in a layer, or at the layer's first call.
+    nn.Parameter does not know its options, which libraries pass on as its `__dict__`."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = False, *args: Any, **options: Any) -> Self:
         return super().__new__(cls, data, requires_grad)
 
+    def of(self, data: Tensor) -> Self:
+        """The same with other data."""
+        return type(self)(data, **vars(self))
+
+    def quantised(self) -> Self:
+        """Itself on the CPU, and where it is quantised already."""
+        if self.is_cpu or not self.is_floating_point():
+            return self
+        with torch.no_grad():
+            return self.pack()
+
+    def pack(self) -> Self:
+        raise NotImplementedError
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        moved = self.data.to(*args, **options)
+        whole_again = moved.is_floating_point() and not self.is_floating_point()
+        return moved if whole_again else self.of(moved).quantised()
+
+    def cuda(self, *args: Any, **options: Any) -> Self:
+        return self.of(self.data.cuda(*args, **options)).quantised()
+
 
 class Params4bit(_Weight):
-    """A weight that its layer quantises on the device, or that is packed already, as its `quant_state` says."""
+    """A weight with two elements a byte, or one that is packed already, as its `quant_state` says."""
 
     def __init__(
         self,
@@ -215,15 +309,19 @@ class Params4bit(_Weight):
         quant_storage: torch.dtype = torch.uint8,
         module: nn.Module | None = None,
         bnb_quantized: bool = False,
+        **options: Any,
     ) -> None:
         self.quant_state, self.module, self.bnb_quantized = quant_state, module, bnb_quantized
-        self.settings = {"compress_statistics": compress_statistics, "quant_type": quant_type}
-        self.settings |= {"blocksize": blocksize, "quant_storage": quant_storage}
-        vars(self).update(self.settings)
+        self.blocksize, self.compress_statistics = blocksize, compress_statistics
+        self.quant_type, self.quant_storage = quant_type, quant_storage
+
+    def pack(self) -> Self:
+        packed, state = quantize_4bit(self.data, compress_statistics=self.compress_statistics)
+        return type(self)(packed, **vars(self) | {"quant_state": state, "bnb_quantized": True})
 
 
 class Int8Params(_Weight):
-    """A weight that its layer quantises on the device: `SCB` are the scales of its rows."""
+    """A weight of bytes: `SCB` are the scales of its rows."""
 
     def __init__(
         self,
@@ -232,37 +330,32 @@ class Int8Params(_Weight):
         has_fp16_weights: bool = False,
         CB: Tensor | None = None,  # noqa: N803
         SCB: Tensor | None = None,  # noqa: N803
+        **options: Any,
     ) -> None:
         self.CB, self.SCB, self.has_fp16_weights = CB, SCB, has_fp16_weights
 
+    def pack(self) -> Self:
+        rows, scales = _quantize_rows(self.data)
+        return type(self)(rows, CB=rows, SCB=scales)
+
 
 class _Quantized(nn.Linear):
-    """A layer whose weight is quantised when it comes onto the device, or at the first call."""
+    weight: Any
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        kind, attributes = type(self.weight), dict(vars(self.weight))
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        weight, kind, attributes = self.weight, type(self.weight), dict(vars(self.weight))
+        super()._apply(lambda tensor: fn(tensor.data if tensor is weight else tensor), recurse)  # type: ignore[no-untyped-call]
         if type(self.weight) is not kind:  # torch made a plain parameter of it
-            self.weight = self._like(attributes, self.weight.data)
+            self.weight = kind(self.weight.data, **attributes)
         self._quantize()
         return self
 
     def _quantize(self) -> None:
-        if not self.weight.is_cpu and self.weight.is_floating_point():
-            with torch.no_grad():
-                self._pack(self.weight)
-
-    def _like(self, attributes: dict[str, Any], data: Tensor) -> nn.Parameter:
-        raise NotImplementedError
-
-    def _pack(self, weight: Tensor) -> None:
-        raise NotImplementedError
+        self.weight = self.weight.quantised()
 
 
 class Linear4bit(_Quantized):
     """bitsandbytes.nn.Linear4bit; fp4 and nf4 differ only in their table."""
-
-    weight: Any
 
     def __init__(
         self,
@@ -282,16 +375,8 @@ class Linear4bit(_Quantized):
             quant_storage=quant_storage, module=self,
         )  # fmt: skip
 
-    def _like(self, attributes: dict[str, Any], data: Tensor) -> Params4bit:
-        return Params4bit(data, quant_state=attributes["quant_state"], module=self, **attributes["settings"])
-
-    def _pack(self, weight: Any) -> None:
-        packed, state = quantize_4bit(weight, **weight.settings)
-        self.weight = Params4bit(packed, quant_state=state, module=self, bnb_quantized=True, **weight.settings)
-
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        scales = self.weight.quant_state.scales()
-        return _dequantize(self.weight, scales, self.out_features, self.in_features, dtype)
+        return dequantize_4bit(self.weight, self.weight.quant_state).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         self._quantize()
@@ -310,8 +395,6 @@ class Linear8bitLt(_Quantized):
     """bitsandbytes.nn.Linear8bitLt. Raises NotImplementedError for a threshold: which columns are above it depends on
     values, which nobody knows."""
 
-    weight: Any
-
     def __init__(
         self,
         input_features: int,
@@ -329,26 +412,44 @@ class Linear8bitLt(_Quantized):
         super().__init__(input_features, output_features, bias, device)
         self.weight = Int8Params(self.weight.data)
 
-    def _like(self, attributes: dict[str, Any], data: Tensor) -> Int8Params:
-        return Int8Params(data, CB=attributes["CB"], SCB=attributes["SCB"])
-
-    def _pack(self, weight: Tensor) -> None:
-        rows, scales = _quantize_rows(weight)
-        self.weight = Int8Params(rows, CB=rows, SCB=scales)
-
     def forward(self, x: Tensor) -> Tensor:
         self._quantize()
         return _Matmul8bit.apply(x, self.weight, self.weight.SCB, self.bias)  # type: ignore[no-untyped-call]
 
 
+class Embedding(nn.Embedding):
+    """Its weight's states stay in fp32."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        _MANAGER.register_module_override(self, "weight", {"optim_bits": 32})
+
+
+class StableEmbedding(Embedding):
+    """With a norm behind it."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, device: Any = None, **options: Any) -> None:
+        super().__init__(num_embeddings, embedding_dim, *args, device=device, **options)
+        self.norm = nn.LayerNorm(embedding_dim, device=device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        out: Tensor = self.norm(super().forward(input).to(torch.get_default_dtype()))
+        return out.to(self.weight.dtype)
+
+
 _OPTIMIZERS = {
     **dict.fromkeys(("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit"), Adam8bit),
-    **dict.fromkeys(("Adam", "AdamW", "PagedAdam", "PagedAdamW", "AdamW32bit", "PagedAdamW32bit"), Adam32bit),
+    **dict.fromkeys(("Adam32bit", "AdamW32bit", "PagedAdam32bit", "PagedAdamW32bit"), Adam32bit),
+    **dict.fromkeys(("Adam", "AdamW", "PagedAdam", "PagedAdamW"), Adam),
     **dict.fromkeys(("Lion8bit", "PagedLion8bit"), Lion8bit),
+    **dict.fromkeys(("Lion32bit", "PagedLion32bit"), Lion32bit),
+    **dict.fromkeys(("Lion", "PagedLion"), Lion),
+    **named(RMSprop, GlobalOptimManager),
 }
+DISTRIBUTION = "bitsandbytes"
 MODULES = {
-    "bitsandbytes": {},
+    "bitsandbytes": {"__version__": "0.50.2", "supported_torch_devices": {"cpu", "cuda"}},
     "bitsandbytes.optim": _OPTIMIZERS,
-    "bitsandbytes.nn": named(Linear4bit, Linear8bitLt, Params4bit, Int8Params),
+    "bitsandbytes.nn": named(Linear4bit, Linear8bitLt, Params4bit, Int8Params, Embedding, StableEmbedding),
     "bitsandbytes.functional": named(quantize_4bit, dequantize_4bit, int8_vectorwise_quant, QuantState),
 }

@@ -179,4 +179,5 @@ _over_cache = kernel("flash_attn_3_over_cache", lambda call: _of_3(call, cache_c
 )
 
 FUNCTIONS = named(flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
-MODULES = {"flash_attn_interface": FUNCTIONS}
+DISTRIBUTION = "flash_attn_3"
+MODULES = {"flash_attn_interface": {"__version__": "3.0.0", **FUNCTIONS}}

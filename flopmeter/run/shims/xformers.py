@@ -230,6 +230,7 @@ _OPS: dict[str, Any] = {
     "SwiGLU": PackedSwiGLU,
     "RMSNorm": XformersRMSNorm,
 }
+DISTRIBUTION = "xformers"
 MODULES: dict[str, dict[str, Any]] = {
     "xformers": {"__version__": "0.0.35"},
     "xformers.ops": _OPS,

@@ -15,6 +15,7 @@ _ROTARY = named(
 )  # fmt: skip
 _NORMS = named(norms.layer_norm_fn, norms.rms_norm_fn, norms.RMSNorm)
 
+DISTRIBUTION = "flash-attn"
 MODULES: dict[str, dict[str, Any]] = {
     "flash_attn": {"__version__": "2.8.3", **attention.FUNCTIONS},
     "flash_attn.bert_padding": named(
