@@ -12,6 +12,7 @@ import torch
 
 from flopmeter.compiler import flex
 from flopmeter.compiler.known import KnownInGraph, makers_of_lengths
+from flopmeter.compiler.loops import is_inner, reads_again
 from flopmeter.compiler.lowering import Lowered
 from flopmeter.compiler.origins import (
     names_of,
@@ -206,7 +207,7 @@ class _Planner:
         group = getattr(node, "group", None)
         rows, reduced = map(self._sizes, group[1]) if group and len(group[1]) == 2 else (1, 1)
         name = name_of([origin.op for origin in origins] or names_of(node)) or kind
-        loops = (max(reduced, 1), rows, _is_inner(node))
+        loops = (max(reduced, 1), rows, is_inner(node), reads_again(node, rows * reduced, self._sizes))
         kernel = CompiledKernel(name, kind, reads, writes, origins, self._lowered.bytes_of[node], *loops)
         read, written = map(_specs, (reads, writes))
         call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)
@@ -468,18 +469,6 @@ def _has_memory(buffer: Any, ir: Any) -> bool:
 
 def _is_tensor(each: Any) -> bool:
     return not hasattr(each, "expr") and getattr(each, "get_size", None) is not None
-
-
-def _is_inner(node: Any) -> bool:
-    """Whether the kernel's reductions combine neighbours in memory: the innermost loop moves each read by one."""
-    reads = [
-        dep
-        for part in node.get_nodes()
-        if part.is_reduction()
-        for dep in part.read_writes.reads
-        if isinstance(dep, names.MEMORY_DEP.value) and dep.index.free_symbols.intersection(dep.var_names[-1:])
-    ]
-    return bool(reads) and all(dep.stride1_for_last_dim() for dep in reads)
 
 
 def _is_host(node: Any) -> bool:

@@ -47,8 +47,9 @@ def _walk_of(kernel: CompiledKernel) -> tuple[Reread, ...]:
     main = max(kernel.reads, key=lambda region: region.nbytes, default=None)
     if main is None:
         return ()
-    written = 0 if main.spec is None else kernel.bytes_written
-    return walk_of(kernel.rows, kernel.reduced, main.nbytes, written, is_inner=kernel.is_inner)
+    written = kernel.bytes_written if main.spec is not None and kernel.reads_again else 0
+    is_softmax = any(origin.op == "prepare_softmax_online" for origin in kernel.origins)
+    return walk_of(kernel.rows, kernel.reduced, main.nbytes, written, is_inner=kernel.is_inner, is_softmax=is_softmax)
 
 
 def uncounted_in(kernels: Iterable[CompiledKernel]) -> tuple[str, ...]:

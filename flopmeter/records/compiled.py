@@ -41,6 +41,7 @@ class CompiledKernel:
     reduced: int = 1  # elements that each reduction of the kernel combines; 1: it reduces nothing
     rows: int = 1  # how many reductions there are
     is_inner: bool = False  # they combine neighbours in memory
+    reads_again: bool = False  # what follows them reads what they have read
 
     @property
     def bytes_read(self) -> int:

@@ -76,7 +76,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
     flow = flow_of(parts)
     groups = Groups(parts, flow)
     traffic = Traffic(parts, trace, flow, groups)
-    costs: dict[tuple[tuple[Cost, ...], int, int, int, Loops | None], Cost] = {}
+    costs: dict[tuple[tuple[Cost, ...], int, bool, int, int, Loops | None], Cost] = {}
     libraries: dict[Cost, Cost] = {}
     draws = _draws_of(parts)
     fused, order = [], groups.in_order()
@@ -96,7 +96,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
             fused.append(_seeds(drawing[0], draws.pop(first.graph)))
         own = [parts[member] for member in members]
         moved, loops = traffic.of_group(members), groups.loops_of(members[0])
-        key = (tuple(part.cost for part in own), _random_numbers(own), *moved, loops)
+        key = (tuple(part.cost for part in own), _random_numbers(own), _is_softmax(own), *moved, loops)
         if key not in costs:
             costs[key] = _fused_cost(*key)
         fused.append(Kernel(ops, costs[key], 0, 0))
@@ -144,8 +144,21 @@ def _random_numbers(parts: Iterable[Part]) -> int:
     return sum(drawn.values())
 
 
+def _is_softmax(parts: Iterable[Part]) -> bool:
+    """Whether the kernel takes a softmax's maximum and sum; that of a backward pass may only apply them again."""
+    return any(part.role.loops is not None and part.cost.name in _SOFTMAXES for part in parts)
+
+
+_SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax"}
+
+
 def _fused_cost(
-    parts: tuple[Cost, ...], random_numbers: int, bytes_read: int, bytes_written: int, loops: Loops | None
+    parts: tuple[Cost, ...],
+    random_numbers: int,
+    is_softmax: bool,
+    bytes_read: int,
+    bytes_written: int,
+    loops: Loops | None,
 ) -> Cost:
     """One kernel of inductor's for all parts. FLOPs keep their classes, those of the kernel's own class first.
 
@@ -155,6 +168,7 @@ def _fused_cost(
     main = max(parts, key=lambda part: part.bytes)
     largest = max((region.nbytes for part in parts for region in part.reads), default=0)
     op_class = slowest_class([part.op_class for part in parts]) or main.op_class
+    walk = _walk_of(loops, min(largest, bytes_read), bytes_written, is_softmax=is_softmax) if loops else ()
     return replace(
         main,
         name=name_of(part.name for part in parts),
@@ -166,14 +180,14 @@ def _fused_cost(
         transcendentals=sum(part.transcendentals for part in parts),
         fused_multiply_add=all(part.fused_multiply_add for part in parts if part.flops),
         access="fused",
-        work=vector_work(_walk_of(loops, min(largest, bytes_read), bytes_written) if loops else (), random_numbers),
+        work=vector_work(walk, random_numbers),
     )
 
 
-def _walk_of(loops: Loops, read_bytes: int, bytes_written: int) -> tuple[Reread, ...]:
+def _walk_of(loops: Loops, read_bytes: int, bytes_written: int, *, is_softmax: bool) -> tuple[Reread, ...]:
     splits = splits_of(loops)
     rows, reduced = loops.kept * splits, ceil(loops.reduced / splits)
-    return walk_of(rows, reduced, read_bytes, bytes_written, is_inner=loops.is_inner)
+    return walk_of(rows, reduced, read_bytes, bytes_written, is_inner=loops.is_inner, is_softmax=is_softmax)
 
 
 def padded(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
