@@ -455,6 +455,19 @@ def test_values_that_the_program_reads_stand_in_and_are_listed_once_a_line():
     assert sum("test_run.py" in use and "(3x)" in use and "stand-in 1.0" in use for use in assumed) == 1
 
 
+def test_printing_a_large_tensor_reads_the_numbers_that_it_shows():
+    """torch shows 3 numbers at each end of each dimension, and takes these on the GPU: 6 x 6 of 2,000 x 1,000."""
+    with flopmeter.cuda(A100) as device:
+        x = torch.randn(2000, 1000, device="cuda").to(torch.int8)
+        known = torch.arange(2000, device="cuda")
+        assert "...," in repr(x)
+        assert repr(known) == "tensor([   0,    1,    2,  ..., 1997, 1998, 1999], device='cuda:0')"
+        parameter = torch.nn.Parameter(torch.ones(1, device="cuda"))
+        assert repr(parameter) == "Parameter containing:\ntensor([1.], device='cuda:0', requires_grad=True)"
+    read = [kernel.op.call.outputs[0].nbytes for kernel in device.report().step.kernels if kernel.cost.blocks_host]
+    assert read == [6 * 6, 6 * 8, 4]
+
+
 def test_a_deep_copy_is_known_as_what_was_copied_still_is():
     with flopmeter.cuda(A100):
         ends = torch.tensor([2, 7], device="cuda")

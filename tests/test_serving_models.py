@@ -193,6 +193,41 @@ def test_blocks_of_state_spaces_do_the_products_of_their_paper():
     assert found == layers * 1024 * (groups * block * state + heads * (block * width + 2 * state * width))
 
 
+LIGHTNING = {
+    "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "layer_types": ["linear_attention"] * 5 + ["full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lightning_attention_keeps_a_square_of_the_width_of_each_head_in_the_type_of_the_model(ranks):
+    """MiniMax-01 (arXiv 2501.08313): five of six layers keep 32 x 32 numbers for each of 8 heads, the sixth the keys
+    and values of its 4 heads. transformers has them in a cache of its own."""
+    own = decoder(transformers.MiniMaxConfig(**SMALL, **LIGHTNING), ranks)
+    assert own.state_bytes == 5 * 8 // ranks * 32 * 32 * 2
+    assert own.kv_bytes(512, 2) == own.state_bytes + 512 * 2 * 4 // ranks * 32 * 2
+    assert own.all_reduces == (12 if ranks == 2 else 0)
+
+
+def test_blocks_of_lightning_attention_do_the_products_of_its_paper():
+    """Lightning Attention-2 (arXiv 2401.04658) in blocks of 256 tokens, per token and head: scores over the block and
+    their results, a product into the state and one with it. A token alone reads and writes each state once."""
+    own = StepModel(decoder(transformers.MiniMaxConfig(**SMALL, **LIGHTNING)), "eager", "bf16", "bf16", {})
+    kernels = own.report(load_hardware(H100), 1, 1024, 2048).kernels
+    found = sum(kernel.cost.macs for kernel in kernels if "lightning_blocks" in kernel.cost.name)
+    assert found == 5 * 1024 * 8 * (2 * 256 * 32 + 2 * 32 * 32)
+    steps = [kernel.cost for kernel in own.report(load_hardware(H100), 3, 1, 2048).kernels]
+    written = [cost.bytes_written for cost in steps if "state_step" in cost.name]
+    assert written == [3 * 8 * (32 * 32 + 32) * 2] * 5
+
+
+def test_the_report_says_in_which_types_states_are():
+    mixed, narrow = CONFIGS["a gated delta rule"](), transformers.MiniMaxConfig(**SMALL, **LIGHTNING)
+    found = [str(serving(each, [H100], prompt=64, output=16)) for each in (mixed, narrow)]
+    assert "linear attention, in bf16 and fp32;" in found[0]
+    assert "linear attention, in bf16;" in found[1]
+
+
 @pytest.mark.parametrize(
     ("kind", "sums"), [*zip(OF_LINEAR_ATTENTION, (12, 3, 18, 12), strict=True)], ids=OF_LINEAR_ATTENTION
 )

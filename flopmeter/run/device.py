@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 from flopmeter.known_values.values import address, no_modes
 from flopmeter.run.named_types import META, DefaultType, LegacyType, device_type, generator_type
 from flopmeter.run.patches import Patch, applied
+from flopmeter.run.printing import read_as_printed
 from flopmeter.torch_names.private import (
     BELOW_DISPATCHER,
     all_schemas,
@@ -496,13 +497,12 @@ def _repr(original: Callable[..., str], cuda: NamedCuda) -> Callable[..., str]:
     def repr_(tensor: Tensor, *, tensor_contents: Any = None) -> str:
         if type(tensor) not in (Tensor, torch.nn.Parameter) or not cuda.holds(tensor) or tensor_contents is not None:
             return original(tensor, tensor_contents=tensor_contents)
-        text = original(tensor.detach().cpu())
+        text = original(read_as_printed(tensor.detach()))
         device = f", device='{cuda.name}'"
         if tensor.grad_fn is not None:
             device += f", grad_fn=<{tensor.grad_fn.name()}>"
         elif tensor.requires_grad:
             device += ", requires_grad=True"
-        head = "Parameter containing:\n" if isinstance(tensor, torch.nn.Parameter) else ""
-        return f"{head}{text[:-1]}{device})"
+        return f"{text[:-1]}{device})"
 
     return repr_

@@ -271,6 +271,8 @@ needed("torch.utils._device", "DeviceContext", "the default device")
 lazy_type = needed("torch.nn.parameter", "UninitializedTensorMixin", "which parameters have no shape yet")
 needed("torch.nn.parameter", "UninitializedTensorMixin._allowed_methods", "what those may be asked")
 BATCHES = "_get_iterator"
+at_ends = needed("torch._tensor_str", "get_summarized_data", "which numbers of a large tensor are printed")
+PRINT_OPTIONS = needed("torch._tensor_str", "PRINT_OPTS", "which tensors are large to print")
 needed("torch.utils.data", f"DataLoader.{BATCHES}", "which processes make batches")
 PIN_BATCHES = "torch.utils.data._utils.pin_memory"
 pin_batch = needed(PIN_BATCHES, "pin_memory", "what the threads of data loaders do with batches")

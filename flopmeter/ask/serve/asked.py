@@ -140,8 +140,8 @@ def _of_model(own: StepModel) -> Iterator[str]:
         yield f"each token picks {counted(picks, 'expert')} of a layer; assumed: routing={own.routing!r}"
     if states := own.decoder.state_bytes:
         yield (
-            f"{with_prefix(states, 'B')} of a request's cache are states of linear attention, in fp32; none of their"
-            " kernels was measured"
+            f"{with_prefix(states, 'B')} of a request's cache are states of linear attention, in"
+            f" {' and '.join(own.decoder.state_dtypes)}; none of their kernels was measured"
         )
 
 

@@ -35,6 +35,7 @@ from flopmeter.models.hub_inputs import TargetError
 from flopmeter.models.hubs import config_of_llama, hub_config, model_of
 from flopmeter.models.llama import LLAMAS
 from flopmeter.records import Kernel
+from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import aten
 
 PAGED = "flopmeter_paged"  # the name under which transformers knows the attention below
@@ -76,6 +77,10 @@ class Decoder:
     def state_bytes(self) -> int:
         """Bytes that a sequence of any length holds on this rank besides keys and values."""
         return sum(state.nbytes for layer in self._kept for state in layer.states)
+
+    @property
+    def state_dtypes(self) -> list[str]:
+        return sorted({name_of(state.dtype) for layer in self._kept for state in layer.states})
 
     def metered_kv_bytes(self, cached: int, new: int) -> float:
         """The same during a metered step of `new` tokens, in the model's type."""

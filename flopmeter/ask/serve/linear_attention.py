@@ -145,6 +145,15 @@ def _delta_blocks(
     return torch.empty_like(values), _state_of(values, keys)
 
 
+@_operator("lightning_blocks", _mamba2_cost)
+def _lightning_blocks(
+    values: Tensor, keys: Tensor, queries: Tensor, others: list[Tensor], block: int
+) -> tuple[Tensor, Tensor]:
+    """The same products as Mamba-2's, of keys of each head and a decay that no token changes (Lightning Attention-2,
+    arXiv 2401.04658); states in the type of the values."""
+    return torch.empty_like(values), _state_of(values, keys).to(values.dtype)
+
+
 def _state_of(values: Tensor, keys: Tensor) -> Tensor:
     heads, width = values.shape[2:]
     return values.new_empty(len(values), heads, keys.shape[-1], width, dtype=torch.float32)
@@ -216,7 +225,26 @@ def _delta_rule(
     return _state_step(state, value, [query, key, g, beta], value.shape[1], g.numel()), state
 
 
-FUNCTIONS = {
+def _lightning_attention(
+    layer: Any, hidden_states: Tensor, *_: Any, past_key_values: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """MiniMax writes it out token by token in the layer's own forward, which is left here but for that."""
+    batch, tokens, _width = hidden_states.shape
+    mixed = layer.act_fn(layer.qkv_proj(hidden_states)).reshape(batch, tokens, layer.num_attention_heads, -1)
+    query, key, value = mixed.chunk(3, dim=-1)
+    held = past_key_values.layers[layer.layer_idx]
+    state = held.recurrent_states[0]
+    if state is None or tokens > MOST_STEPPED_TOKENS:
+        out, state = _lightning_blocks(value, key, query, [layer.slope_rate], layer.block_size)
+    else:
+        out = _state_step(state, value, [query, key, layer.slope_rate], tokens, layer.num_attention_heads)
+    held.update_recurrent_state(state)
+    gate = torch.sigmoid(layer.output_gate(hidden_states))
+    mixed_in: Tensor = layer.out_proj(gate * layer.norm(out.reshape(batch, tokens, -1)))
+    return mixed_in, None
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_update": _causal_conv1d_update,
     "causal_conv1d_fn": _causal_conv1d_fn,
     "mamba_selective_state_update": _state_update,
@@ -227,7 +255,10 @@ FUNCTIONS = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "recurrent_kimi_delta_attention": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
+    "MiniMaxCache": object,  # the model takes no other class; its layers above take the cache that is given
 }
+FORWARDS = {"MiniMaxLightningAttention": _lightning_attention}
+"""Layers that call no such function."""
 
 
 @contextlib.contextmanager
@@ -237,4 +268,6 @@ def with_kernels(model: Any) -> Iterator[None]:
         for file in {type(module).__module__ for module in model.modules()}:
             own = vars(sys.modules[file])
             stack.enter_context(mock.patch.dict(own, {name: FUNCTIONS[name] for name in FUNCTIONS.keys() & own.keys()}))
+            for name in FORWARDS.keys() & own.keys():
+                stack.enter_context(mock.patch.object(own[name], "forward", FORWARDS[name]))
         yield
