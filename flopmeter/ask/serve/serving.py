@@ -21,7 +21,7 @@ from flopmeter.device.cluster import Cluster, load_cluster
 from flopmeter.device.hardware import AnyHardware, Hardware, HardwareError
 from flopmeter.meter import Mode, checked_energy_price
 from flopmeter.records.powers_of_two import power_of_two_up_to
-from flopmeter.report.quantities import duration, figure, in_gb, in_ms
+from flopmeter.report.quantities import counted, duration, figure, in_gb, in_ms
 from flopmeter.report.report import JOULES_PER_KWH
 from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
 from flopmeter.timing.peak_memory import usable_bytes
@@ -376,7 +376,7 @@ class _Server:
             others = "" if best.tpot_seconds is None else f", TPOT {duration(best.tpot_seconds)}"
             return f"{full} (TTFT {duration(best.ttft_seconds)}{others})"
         over = " and ".join(self._over(loads[best.batch])) or "prefill, which takes all steps that there are,"
-        return f"{over} with more than {best.batch * self._plan.copies} requests at a time"
+        return f"{over} with more than {counted(best.batch * self._plan.copies, 'request')} at a time"
 
     def _point(self, each: Load) -> ServingPoint:
         plan, joules = self._plan, self._joules(each.batch)
@@ -416,7 +416,7 @@ class _Server:
 
 def _doublings(most: int) -> set[int]:
     largest = min(most, MOST_REQUESTS)
-    return {1 << power for power in range(largest.bit_length()) if 1 << power <= largest} | {largest}
+    return {1 << power for power in range(largest.bit_length())} | {largest}
 
 
 def _tokens_in_step(chunk: int | Literal["usual"] | None, is_apart: bool) -> int | None:
