@@ -272,9 +272,7 @@ def test_tensors_are_held_in_blocks_of_512_bytes_and_segments_of_the_allocator()
 def test_what_does_not_fit_raises_as_torch_does_or_is_told_once_and_goes_on():
     memory = DeviceMemory(DEVICE, "raise")
     memory.on_birth(0, "meta", 60 * MIB)
-    said = (
-        r"Tried to allocate 50.00 MiB. GPU 0 .* of which 40.00 MiB is free. .* 60.00 MiB is"
-    )
+    said = r"Tried to allocate 50.00 MiB. GPU 0 .* of which 40.00 MiB is free. .* 60.00 MiB is"
     with pytest.raises(torch.OutOfMemoryError, match=said):
         memory.on_birth(1, "meta", 50 * MIB)
     memory.on_death(1)  # which never was
