@@ -137,3 +137,29 @@ def test_a_row_waits_for_its_loads_and_for_its_threads() -> None:
     apart = metered(lambda: torch.compile(lambda x: x + 1)(one), "a100-sxm4-80gb")
     waits = in_a_row.kernel_seconds - apart.kernel_seconds
     assert 7 * 480 / 1.41e9 < waits < 9 * 480 / 1.41e9
+
+
+REGIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int, int]] = {
+    # name: function, arguments, elements of 4 bytes read, and written
+    "halves": (lambda x: x[:50] + x[50:], (meta(100),), 100, 50),
+    "neighbours": (lambda x: x[:-1] + x[1:], (meta(100),), 100, 99),
+    "every other one": (lambda x: x[::2] + 1, (meta(100),), 50, 50),
+    "both sides of one matrix": (lambda x: x + x.T, (meta(64, 64),), 64 * 64, 64 * 64),
+    "a row for all rows": (lambda x, row: x * row, (meta(50, 20), meta(20)), 50 * 20 + 20, 50 * 20),
+    "several loops over one row": (lambda x: F.softmax(x, -1), (meta(8, 3000),), 8 * 3000, 8 * 3000),
+    "one buffer for two results": (lambda x: (x + 1, x.sum(0)), (meta(50, 20),), 50 * 20, 50 * 20 + 20),
+    "rows of a table": (lambda table, i: table[i] + 1, (meta(1000, 16), meta(10, dtype=torch.int32)), 10 * 17, 160),
+    "one number a row": (
+        lambda x, i: x.gather(1, i.long()) + 1, (meta(50, 1000), meta(50, 1, dtype=torch.int32)), 50 + 50, 50
+    ),
+    "more picks than a table has": (
+        lambda table, i: table[i] + 1, (meta(5, 16), meta(100, dtype=torch.int32)), 5 * 16 + 100, 1600
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_kernel_touches_each_element_that_it_needs_once(name: str) -> None:
+    run, arguments, read, written = REGIONS[name]
+    report = metered(lambda: torch.compile(run)(*arguments))
+    assert (report.bytes_read, report.bytes_written) == (4 * read, 4 * written)
