@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from flopmeter import FlopMeter, load_hardware
@@ -89,3 +91,146 @@ def products(**columns: int) -> Any:
 )
 def test_a_program_is_narrow_if_a_tenth_of_its_products_are(columns, others):
     assert type_of_others(products(**columns)) is others
+
+
+# --- rows that nobody reads ------------------------------------------------------------------------------------------
+
+
+def scored(pick: Any, *, first: bool, cast: bool) -> Any:
+    """The best of 32,768 scores for some tokens of 16 sequences of 1,024, which are picked before or after."""
+    layer = nn.Linear(4096, 32768, bias=False, device="meta", dtype=BF16)
+    x = torch.empty(16, 1024, 4096, device="meta", dtype=BF16)
+
+    def run() -> None:
+        out = layer(pick(x) if first else x)
+        out = out.float() if cast else out
+        (out if first else pick(out)).argmax(-1)
+
+    with FlopMeter(H100) as meter, torch.no_grad():
+        run()
+    return meter.report()
+
+
+PICKS: dict[str, Callable[[Any], Any]] = {
+    "the last of each": lambda x: x[:, -1],
+    "the last three, of which steps are uneven": lambda x: x[:, -3:],
+    "every eighth": lambda x: x[:, ::8],
+    "the first two sequences": lambda x: x[:2],
+    "half of the sequences": lambda x: x[8:],
+    "one token": lambda x: x[3, 5],
+}
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("name", PICKS)
+def test_rows_that_are_picked_after_a_product_are_told_to_be_picked_before_it(name, cast):
+    after, before = (scored(PICKS[name], first=first, cast=cast) for first in (False, True))
+    told = [each for each in after.advice if "rows that are read before the product" in each.remedy]
+    if "uneven" in name:
+        assert not told
+    else:
+        assert told[0].gain_seconds == pytest.approx(after.seconds - before.seconds, rel=0.02)
+    assert not any("rows that are read" in each.remedy for each in before.advice)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x: x[:9], lambda x: x[..., :100], lambda x: x.T, lambda x: x[:, 3].sum() + x[:, 9].sum()]
+)
+def test_more_than_half_of_the_rows_parts_of_rows_and_uneven_ones_are_left_alone(read):
+    layer = nn.Linear(512, 4096, device="meta", dtype=BF16)
+    with FlopMeter(H100) as meter, torch.no_grad():
+        read(layer(torch.empty(16, 512, device="meta", dtype=BF16))).float()
+    assert not any("rows that are read" in each.remedy for each in meter.report().advice)
+
+
+# --- masks and loops -------------------------------------------------------------------------------------------------
+
+
+def attended(queries: int = 1024, keys: int = 1024, mask: Any = None, **options: Any) -> Any:
+    q, k = (torch.empty(4, 16, length, 64, device="meta", dtype=BF16) for length in (queries, keys))
+    with FlopMeter(H100) as meter, torch.no_grad():
+        F.scaled_dot_product_attention(q, k, k, attn_mask=mask, **options)
+    return meter.report()
+
+
+def mask_of(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta", dtype=BF16)
+
+
+def test_a_square_mask_of_all_sequences_is_told_to_be_causal_and_wins_what_that_does():
+    masked, causal = attended(mask=mask_of(1024, 1024)), attended(is_causal=True)
+    (told,) = (each for each in masked.advice if "is_causal=True" in each.remedy)
+    assert told.gain_seconds == pytest.approx(masked.seconds - causal.seconds, rel=0.01)
+    assert any(
+        "is_causal=True" in each.remedy for each in attended(mask=mask_of(1024, 1024).expand(4, 16, -1, -1)).advice
+    )
+
+
+@pytest.mark.parametrize(
+    ("queries", "mask"),
+    [
+        (1024, mask_of(4, 1, 1024, 1024)),  # of each sequence its own
+        (1024, mask_of(1, 1024)),  # keys that are padding
+        (512, mask_of(512, 1024)),
+    ],
+)
+def test_other_masks_are_not_told_to_be_causal(queries, mask):
+    assert not any("is_causal=True" in each.remedy for each in attended(queries, mask=mask).advice)
+
+
+def test_a_bias_that_is_trained_is_not_told_to_be_a_causal_mask():
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(mask_of(1024, 1024))
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=self.bias)
+
+    with FlopMeter(H100) as meter, torch.no_grad():
+        Biased()(torch.empty(4, 16, 1024, 64, device="meta", dtype=BF16))
+    assert not any("is_causal=True" in each.remedy for each in meter.report().advice)
+
+
+LOOPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    # one after another, and all at once; `xs`, `ys` and `zs` are lists of tensors
+    "scaled": (lambda x, y, z: x.mul_(0.5), lambda xs, ys, zs: torch._foreach_mul_(xs, 0.5)),
+    "multiplied": (lambda x, y, z: x.mul_(y), lambda xs, ys, zs: torch._foreach_mul_(xs, ys)),
+    "divided": (lambda x, y, z: x.div_(y), lambda xs, ys, zs: torch._foreach_div_(xs, ys)),
+    "added": (lambda x, y, z: x.add_(y), lambda xs, ys, zs: torch._foreach_add_(xs, ys)),
+    "subtracted": (lambda x, y, z: x.sub_(y), lambda xs, ys, zs: torch._foreach_sub_(xs, ys)),
+    "averaged": (lambda x, y, z: x.lerp_(y, 0.1), lambda xs, ys, zs: torch._foreach_lerp_(xs, ys, 0.1)),
+    "mixed": (lambda x, y, z: x.lerp_(y, z), lambda xs, ys, zs: torch._foreach_lerp_(xs, ys, zs)),
+    "copied": (lambda x, y, z: x.copy_(y), lambda xs, ys, zs: torch._foreach_copy_(xs, ys)),
+    "filled": (lambda x, y, z: x.zero_(), lambda xs, ys, zs: torch._foreach_zero_(xs)),
+    "measured": (lambda x, y, z: x.norm(), lambda xs, ys, zs: torch._foreach_norm(xs)),
+}
+
+
+def looped(count: int, run: Callable[..., Any], *, at_once: bool) -> Any:
+    lists = [[torch.empty(256, 128, device="meta") for _ in range(count)] for _ in range(3)]
+    with FlopMeter(H100) as meter, torch.no_grad():
+        if at_once:
+            run(*lists)
+        else:
+            for each in zip(*lists, strict=True):
+                run(*each)
+    return meter.report()
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_over_16_tensors_is_told_to_be_one_call_and_wins_what_that_does(name):
+    one, every = LOOPS[name]
+    loop, at_once = looped(16, one, at_once=False), looped(16, every, at_once=True)
+    (told,) = (each for each in loop.advice if "torch._foreach_" in each.remedy)
+    assert told.gain_seconds == pytest.approx(loop.seconds - at_once.seconds, rel=0.02)
+    assert told.why == "16 kernels for one tensor each"
+    assert not any("torch._foreach_" in each.remedy for each in looped(15, one, at_once=False).advice)
+
+
+def test_one_tensor_that_is_changed_again_and_again_is_no_loop_over_tensors():
+    with FlopMeter(H100) as meter:
+        x = torch.empty(256, 128, device="meta")
+        for _ in range(20):
+            x.mul_(0.5)
+    assert not any("torch._foreach_" in each.remedy for each in meter.report().advice)
