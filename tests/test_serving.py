@@ -267,8 +267,9 @@ def test_a_step_ends_with_the_most_likely_token_of_each_sequence():
 
 def test_two_kernels_route_the_tokens_of_a_layer_of_experts(experts):
     report = experts["bf16"].report(load_hardware(H100), 64, 1, 512)
-    names = [kernel.cost.name for kernel in report.kernels if ".0.mlp" in kernel.op.module]
-    assert names == [
+    of_layer = [kernel.cost for kernel in report.kernels if ".0.mlp" in kernel.op.module]
+    assert of_layer[0].bytes_read == 2 * (64 * 2048 + 64 * 2048)  # tokens, and the router's weights of 64 experts
+    assert [cost.name for cost in of_layer] == [
         "mm",
         "topk",
         "sort",

@@ -84,9 +84,10 @@ def test_a_request_holds_a_prompt_and_its_output(tokens, fit):
     assert found.kv_bytes_per_request == 4101 * TOKEN_BYTES
 
 
-def test_a_server_without_room_for_one_request_says_what_it_would_hold():
+@pytest.mark.parametrize("holds", [4100, 0, -9000])
+def test_a_server_without_room_for_one_request_says_what_it_would_hold(holds):
     with pytest.raises(HardwareError, match=r"not even one request of 4000 \+ 101 tokens fits beside 10\.0 GB"):
-        row(Steps(like(10)), holds=4100)
+        row(Steps(like(10)), holds=holds)
 
 
 def test_a_prefix_is_held_once_beside_what_each_request_has_of_its_own():
@@ -255,6 +256,7 @@ UNLIMITED = {"joules": None}
     [
         (5, {}, 5, "5 requests fill the memory (TTFT "),
         (5, {"gpus": 4, "spreads_experts": True}, 20, "20 requests fill the memory (TTFT "),
+        (1, {"output": 1}, 1, "1 request fills the memory (TTFT 100 ms)"),
         (512, {}, 512, "512 requests fill the memory (TTFT "),
         (600, {}, 512, "512 are the most metered (TTFT "),
         (600, {"gpus": 4, "spreads_experts": True}, 2048, "512 on each GPU are the most metered (TTFT "),

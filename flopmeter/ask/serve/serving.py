@@ -214,7 +214,7 @@ class _Server:
 
     def row(self) -> ServingRow:
         plan, most = self._plan, self._most
-        if not most:
+        if most < 1:
             raise HardwareError(
                 f"{self._device.name}: not even one request of {plan.prompt} + {plan.output} tokens fits beside"
                 f" {self._weight_bytes / 1e9:.1f} GB of weights on each of {plan.gpus} GPUs of"
@@ -255,13 +255,13 @@ class _Server:
     @functools.cached_property
     def _most(self) -> int:
         """How many requests fit beside the weights and the memory of a step, each with all of its tokens. A step works
-        on a chunk and on a token of each request, whose logits alone may be a megabyte."""
+        on a chunk and on a token of each request, whose logits alone may be a megabyte. None: 0 and less."""
         held = self._weight_bytes + self._prefill_chunk.working_bytes + self._kv_bytes(self._shared)
         room = usable_bytes(self._device) - held
         beside = min(MOST_REQUESTS, max(1, int(room / self._own_kv_bytes)))
         metered = power_of_two_up_to(beside)
         room -= self._step(metered).working_bytes * beside / metered
-        return max(0, int(room / self._own_kv_bytes))
+        return int(room / self._own_kv_bytes)
 
     @property
     def _shared(self) -> int:
@@ -369,7 +369,7 @@ class _Server:
         if best.batch == min(most, MOST_REQUESTS):
             copies, each = self._plan.copies, " on each GPU" if self._plan.spreads_experts else ""
             full = (
-                f"{most * copies} requests fill the memory"
+                f"{counted(most * copies, 'request fills', 'requests fill')} the memory"
                 if most <= MOST_REQUESTS
                 else f"{MOST_REQUESTS}{each} are the most metered"
             )
