@@ -255,7 +255,7 @@ class _Server:
     @functools.cached_property
     def _most(self) -> int:
         """How many requests fit beside the weights and the memory of a step, each with all of its tokens. A step works
-        on a chunk and on a token of each request, whose logits alone may be a megabyte. None: 0 and less."""
+        on a chunk and on a token of each request, whose logits alone may be a megabyte. 0 or less: none."""
         held = self._weight_bytes + self._prefill_chunk.working_bytes + self._kv_bytes(self._shared)
         room = usable_bytes(self._device) - held
         beside = min(MOST_REQUESTS, max(1, int(room / self._own_kv_bytes)))
