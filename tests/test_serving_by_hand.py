@@ -391,3 +391,14 @@ def test_vocabularies_of_a_model_and_its_draft_are_told_whole_however_many_ranks
     draft.config.vocab_size = 15_841
     with pytest.raises(ServingError, match="a vocabulary of 31682, the model one of 32000"):
         check_draft(own, draft)
+
+
+def test_a_row_as_a_dictionary_is_flat_and_its_point_is_the_best_one():
+    found = row(Steps(like(10)), holds=MANY)
+    facts = found.as_dict()
+    assert all(isinstance(value, str | int | float | None) for value in facts.values())
+    assert found.best is not None
+    assert (facts["batch"], facts["ttft_seconds"]) == (found.best.batch, found.best.ttft_seconds)
+    none = row(Steps(like(10)), holds=MANY, slo={"ttft": 1e-6}).as_dict()
+    assert none.keys() == facts.keys()
+    assert none["batch"] is None
