@@ -290,12 +290,17 @@ WIDTHS_OF_THEIR_OWN = {
         mamba_num_heads=8, mamba_head_dim=64, n_groups=2, n_routed_experts=8, moe_intermediate_size=64,
         moe_shared_expert_intermediate_size=1024, num_experts_per_tok=2,
     ),
+    "dense layers before those of experts": lambda: transformers.Cohere2MoeConfig(
+        **SMALL, num_experts=8, prefix_dense_intermediate_size=1024, first_k_dense_replace=2
+    ),
+    "dense layers of MiniMax": lambda: transformers.MiniMaxM3VLTextConfig(
+        **SMALL, num_local_experts=8, dense_intermediate_size=1024, mlp_layer_types=["dense"] * 6
+    ),
 }  # fmt: skip
+PARTS = (".feed_forward.", ".shared_mlp.", ".shared_experts.", ".0.mlp.", ".0.mlp.")
 
 
-@pytest.mark.parametrize(
-    ("kind", "part"), [*zip(WIDTHS_OF_THEIR_OWN, (".feed_forward.", ".shared_mlp.", ".shared_experts."), strict=True)]
-)
+@pytest.mark.parametrize(("kind", "part"), [*zip(WIDTHS_OF_THEIR_OWN, PARTS, strict=True)])
 def test_ranks_share_mlps_whose_width_has_a_name_of_its_own(kind, part):
     one, two = (decoder(WIDTHS_OF_THEIR_OWN[kind](), ranks) for ranks in (1, 2))
     assert layer_matrices(two, part) == pytest.approx(layer_matrices(one, part) / 2, rel=0.01)
