@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flopmeter import FlopMeter, load_hardware
+from flopmeter.report.advice.batch import depends_on_inputs
 from flopmeter.report.advice.remedies import _narrow_type, type_of_others
 
 H100 = "h100-sxm5-80gb"
@@ -234,3 +235,89 @@ def test_one_tensor_that_is_changed_again_and_again_is_no_loop_over_tensors():
         for _ in range(20):
             x.mul_(0.5)
     assert not any("torch._foreach_" in each.remedy for each in meter.report().advice)
+
+
+# --- the batch -------------------------------------------------------------------------------------------------------
+
+
+Step = Callable[[], Any]
+
+
+def on_meta(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 40), nn.LayerNorm(40), nn.GELU(), nn.Dropout(0.1), nn.Linear(40, 10)).to("meta")
+
+
+def loss_of(scores: torch.Tensor) -> torch.Tensor:
+    return scores.logsumexp(-1).sum()
+
+
+def classified(batch: int) -> Step:
+    model, x, labels = perceptron(), on_meta(batch, 24), torch.zeros(batch, dtype=torch.long, device="meta")
+    return lambda: F.cross_entropy(model(x), labels).backward()
+
+
+def convolved(batch: int) -> Step:
+    layers = nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(), nn.AvgPool2d(4), nn.Flatten()).to("meta")
+    images = on_meta(batch, 3, 18, 18)
+    return lambda: loss_of(layers(images)).backward()
+
+
+def embedded(batch: int) -> Step:
+    """Tokens in the first dimension, sequences in the second, which lie one after the other."""
+    model = nn.Sequential(nn.Embedding(50, 24), nn.Linear(24, 50)).to("meta")
+    tokens = torch.zeros(batch, 7, dtype=torch.long, device="meta").T
+    return lambda: loss_of(model(tokens)).backward()
+
+
+def updated_too(batch: int) -> Step:
+    model, x = perceptron(), on_meta(batch, 24)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        loss_of(model(x)).backward()
+        optimizer.step()
+
+    return step
+
+
+def attended_over(batch: int) -> Step:
+    layer, x = nn.MultiheadAttention(24, 4, batch_first=True, device="meta"), on_meta(batch, 9, 24)
+    return lambda: loss_of(layer(x, x, x, need_weights=False)[0]).backward()
+
+
+def with_data_of_its_own(batch: int) -> Step:
+    """Noise is of the given batch; positions are for all."""
+    model, x = perceptron(), on_meta(batch, 24)
+
+    def step() -> None:
+        noise, positions = torch.randn(batch, 24, device="meta"), torch.randn(11, 24, device="meta")
+        (loss_of(model(x + noise)) + positions.sum()).backward()
+
+    return step
+
+
+def with_nothing_given(batch: int) -> Step:
+    model = perceptron()
+    return lambda: loss_of(model(torch.randn(batch, 24, device="meta"))).backward()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [classified, convolved, embedded, updated_too, attended_over, with_data_of_its_own, with_nothing_given],
+    ids=lambda program: program.__name__,
+)
+def test_what_grows_with_the_batch_is_what_is_larger_where_the_batch_is(program):
+    """Metered with 32 and with 64 items, which no other size is."""
+    traces = []
+    for batch in (32, 64):
+        step = program(batch)
+        with FlopMeter(H100) as meter:
+            step()
+        traces.append(meter.trace)
+    sizes = [[storage.nbytes for storage in trace.storages] for trace in traces]
+    larger = {number for number, (one, two) in enumerate(zip(*sizes, strict=True)) if two > one}
+    assert depends_on_inputs(traces[0]) == larger
