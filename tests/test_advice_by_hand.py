@@ -54,6 +54,30 @@ def test_states_that_are_not_those_of_a_fused_kernel_here_are_not_priced_as_if_t
     assert not any("fused=True" in each.remedy for each in updated(kind, **options).advice)
 
 
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023 (arXiv 2302.06675): a step by the sign of the momentum, with an option of the same name."""
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        super().__init__(weights, {"lr": 1e-4, "fused": False})
+
+    def step(self, closure: Any = None) -> Any:
+        for weight in self.param_groups[0]["params"]:
+            momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+            with torch.no_grad():
+                weight.add_(momentum.lerp_(weight.grad, 0.1).sign(), alpha=-1e-4)
+
+
+def test_an_optimizer_by_signs_is_not_priced_as_sgd():
+    weights = [nn.Parameter(torch.empty(256, 256, device="meta")) for _ in range(32)]
+    optimizer = Lion(weights)
+    for _ in range(2):
+        with FlopMeter(H100) as meter:
+            for weight in weights:
+                weight.grad = torch.empty_like(weight)
+            optimizer.step()
+    assert not any(each.remedy == "the optimizer's fused=True" for each in meter.report().advice)
+
+
 # --- types -----------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +174,8 @@ def test_more_than_half_of_the_rows_parts_of_rows_and_uneven_ones_are_left_alone
 def attended(queries: int = 1024, keys: int = 1024, mask: Any = None, **options: Any) -> Any:
     q, k = (torch.empty(4, 16, length, 64, device="meta", dtype=BF16) for length in (queries, keys))
     with FlopMeter(H100) as meter, torch.no_grad():
-        F.scaled_dot_product_attention(q, k, k, attn_mask=mask, **options)
+        for _ in range(2):
+            q = F.scaled_dot_product_attention(q + q, k, k, attn_mask=mask, **options)
     return meter.report()
 
 
