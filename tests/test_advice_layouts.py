@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flopmeter.records import TensorSpec
-from flopmeter.report.advice.copies import Whereabouts
+from flopmeter.report.advice.copies import Whereabouts, _lies_alike
 from flopmeter.report.advice.remedies import _resized
 from flopmeter.report.advice.rewrite import outermost
 
@@ -101,6 +101,13 @@ def test_where_torch_can_view_what_was_copied_there_is_such_a_view(data):
     sizes = data.draw(st.sampled_from([(-1,), (copy.shape[0], -1), (-1, copy.shape[-1]), (*copy.shape, 1)]))
     place = Whereabouts(tuple(copy.shape), copy.stride(), spec_of(source), 0)
     assert is_possible(lambda: source.view(sizes)) == (place.of(spec_of(copy.view(sizes))) is not None)
+
+
+def test_tensors_lie_alike_whatever_the_steps_over_dimensions_of_one():
+    tensor, apart = torch.empty(1, 3, 4), torch.empty_strided((1, 3, 4), (99, 4, 1))
+    others = {"apart": apart, "turned": torch.empty(1, 4, 3).mT, "fewer": torch.empty(1, 2, 4)}
+    found = {name: _lies_alike(spec_of(tensor), spec_of(other)) for name, other in others.items()}
+    assert found == {"apart": True, "turned": False, "fewer": False}
 
 
 # --- larger tensors --------------------------------------------------------------------------------------------------
