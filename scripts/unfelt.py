@@ -23,6 +23,7 @@ import os
 import resource
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from syntax import Edit, Module, name_of
 
 MEMORY_BYTES = 7 * 2**30  # with a fault a tuple may be multiplied by a number of bytes
 ALWAYS, SOMETIMES = 500, 20  # a fault is computed so often, then once in so many times
+MOST_SECONDS = 0.2  # for one fault: what calls much, such as a whole report, is computed a few times alone
 NOT_COMPUTED = ("string", "entry", "statement")  # they change tables and what is done, not what is computed
 # What may change a state, and what else may be called where any call could.
 CHANGING = {
@@ -66,6 +68,7 @@ class Record:
 
     def __init__(self) -> None:
         self.computed, self.different = defaultdict[Fault, int](int), set[Fault]()
+        self._seconds = defaultdict[Fault, float](float)
         self._inside = False
 
     def felt(self, faults: Sequence[Fault], values: Sequence[Callable[[], object]], value: Any) -> Any:
@@ -76,7 +79,9 @@ class Record:
             number = self.computed[fault] = self.computed[fault] + 1
             if fault in self.different or (number > ALWAYS and number % SOMETIMES):
                 continue
-            self._inside = True
+            if self._seconds[fault] > MOST_SECONDS:
+                continue
+            self._inside, start = True, time.perf_counter()
             try:
                 if not are_same(value, faulty()):
                     self.different.add(fault)
@@ -84,6 +89,7 @@ class Record:
                 self.different.add(fault)
             finally:
                 self._inside = False
+                self._seconds[fault] += time.perf_counter() - start
         return value
 
 
@@ -97,8 +103,10 @@ def are_same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(are_same, one, other))
     if isinstance(one, dict):
         return list(one) == list(other) and all(are_same(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
     comparing: object = type(one).__eq__
-    if comparing is object.__eq__ or isinstance(one, torch.Tensor):
+    if comparing is object.__eq__:
         fields = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
         is_ours = type(one).__module__.startswith("flopmeter")
         return not is_ours or all(are_same(getattr(one, name, None), getattr(other, name, None)) for name in fields)

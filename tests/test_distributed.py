@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from flopmeter import FlopMeter
 from flopmeter.costs import RULES, kernels_of
 from flopmeter.distributed import WorldError, world
+from flopmeter.distributed.ranks import run_ranks
 from flopmeter.records import COMMUNICATION, Collective
 from flopmeter.torch_names import distributed as private
 from flopmeter.trace import streams
@@ -333,3 +335,24 @@ def test_fsdp_brings_to_meta_only_what_is_not_there():
         fully_shard(layer)
         assert layer.bias.is_meta
         assert held is not None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "most", "ran"),
+    [([0], 100, range(6)), ([0], 4, range(4)), ([0], 1, [0]), ([3, 1, 2], 2, [1, 2, 3]), ([4, 3], 3, [3, 4, 5])],
+)
+def test_ranks_with_which_one_exchanges_messages_run_too_up_to_so_many_in_all(ranks, most, ran):
+    """Six in a row: each names the next two. Those that were asked for run however many may."""
+    times = Counter[int]()
+
+    def run(rank: int) -> int:
+        times[rank] += 1
+        return rank
+
+    found = run_ranks(ranks, run, peers=lambda rank: [each for each in (rank + 2, rank + 1) if each < 6], most=most)
+    assert list(found.items()) == [(rank, rank) for rank in ran]
+    assert times == dict.fromkeys(ran, 1)
+
+
+def test_a_rank_that_fails_ends_all_and_those_that_ended_before_are_told():
+    assert run_ranks([2, 1, 0], abs, is_failed=lambda rank: rank == 1) == {1: 1, 2: 2}

@@ -1,7 +1,8 @@
-"""Where the steps of a run lie, and what its clock says, of runs that are written down."""
+"""Where the steps of a run lie, what its clock says and its memory holds, of runs that are written down."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adadelta, Adagrad, Optimizer
+from torch.optim import SGD, Adadelta, Adagrad, Optimizer, Rprop
 
+from flopmeter import load_hardware
+from flopmeter.records import Storage
 from flopmeter.run import clocks
+from flopmeter.run.device_memory import DeviceMemory
+from flopmeter.run.graph_pools import GraphPool
 from flopmeter.run.step_parts import OutermostCall, Parts, parts_between, parts_of_rounds, with_what_recurs
 from flopmeter.run.updates import Optimizers, OwnUpdates
+from flopmeter.timing.peak_memory import CONTEXT_BYTES
 
 STEPS = [20, 30, 40]
 
@@ -66,7 +72,7 @@ def call(name: str, start: int, stop: int) -> OutermostCall:
 )
 def test_the_first_step_starts_with_what_the_second_calls_first(before, within, start):
     calls = [call(*each) for each in (*before, *within)]
-    assert with_what_recurs(8, [20, 30, 40], calls) == start
+    assert with_what_recurs(8, [20, 30, 40], calls) == with_what_recurs(8, [20, 30], calls) == start
     assert with_what_recurs(8, [20], calls) == 8
 
 
@@ -80,6 +86,7 @@ def test_the_first_step_starts_with_what_the_second_calls_first(before, within, 
         ("Draft Draft Other Draft Draft Other", 0, [30, 60], "Draft ×2, Other"),
         ("Other Teacher Encoder Decoder Encoder Decoder", None, [], ""),  # as many others as a round has calls
         ("Encoder Decoder Encoder", None, [], ""),
+        ("Other Encoder Decoder Encoder", None, [], ""),  # one round and a half
         ("Encoder Decoder Draft Teacher", None, [], ""),
         ("Draft Draft Draft Draft", None, [], ""),
         ("Other Draft Draft Draft Draft", None, [], ""),
@@ -126,7 +133,8 @@ def test_an_optimizer_that_steps_first_leads_and_of_others_it_is_told_in_how_man
     moment = 0
     optimizers = Optimizers(lambda: moment)
     monkeypatch.setattr(Optimizer, "__init__", optimizers.patch().value)
-    leading, other, late = (kind([nn.Parameter(torch.zeros(2))], lr=1.0) for kind in (SGD, Adagrad, Adadelta))
+    kinds = (Rprop, SGD, Adagrad, Adadelta)
+    _never, leading, other, late = (kind([nn.Parameter(torch.zeros(2))], lr=1.0) for kind in kinds)
 
     def step(optimizer: Optimizer, begins: int, ends: int) -> bool:
         nonlocal moment
@@ -149,12 +157,14 @@ def test_an_optimizer_that_steps_first_leads_and_of_others_it_is_told_in_how_man
         idle = optimizers.not_stepping_in(steady, [10, 20, 30])
         return {name.partition(" of ")[0]: steps for name, steps in idle}
 
-    assert told(range(20, 30)) == {"Adagrad": 2, "Adadelta": 0}  # twice in the first step, and twice in the second
-    assert told(range(10, 20)) == {"Adadelta": 0}
+    # Adagrad: twice in the first step, and twice in the second
+    assert told(range(20, 30)) == {"Rprop": 0, "Adagrad": 2, "Adadelta": 0}
+    assert told(range(10, 20)) == {"Rprop": 0, "Adadelta": 0}
     step(other, 29, 30)
-    assert told(range(20, 30)) == {"Adadelta": 0}
+    assert told(range(20, 30)) == {"Rprop": 0, "Adadelta": 0}
     step(late, 27, 28)
-    assert told(range(10, 20)) == {"Adadelta": 1}
+    assert told(range(20, 30)) == {"Rprop": 0}
+    assert told(range(10, 20)) == {"Rprop": 0, "Adadelta": 1}
 
     model = nn.Linear(2, 2)
     leading.add_param_group({"params": [model.weight]})
@@ -187,12 +197,15 @@ class Run:
         return self.waits
 
     def send(self, seconds: float, kernels: float, sent: float, host: float, *, blocks: bool = False) -> None:
-        """Ops of so many seconds, of which kernels take some; the host has sent them after `sent`, and works `host`."""
+        """Two ops of so many seconds, of which kernels take some; the host sends them in `sent` and works `host`.
+
+        blocks: whether the host waits for the second one; for the first it is the other way round.
+        """
         self.moment += 1
-        cost = SimpleNamespace(blocks_host=blocks)
         self.next = {
             "seconds": seconds, "kernel_seconds": kernels, "host_seconds": host,
-            "kernels": [SimpleNamespace(cost=cost)], "timings": [SimpleNamespace(enqueued_seconds=sent)],
+            "kernels": [SimpleNamespace(cost=SimpleNamespace(blocks_host=each)) for each in (not blocks, blocks)],
+            "timings": [SimpleNamespace(enqueued_seconds=seconds) for seconds in (sent / 2, sent)],
         }  # fmt: skip
 
 
@@ -224,3 +237,87 @@ def test_the_hosts_clock_goes_with_what_it_sends_and_with_the_device_where_it_wa
     assert clock._seconds() == 20
     run.waits = True
     assert clock._seconds() == 23  # 19 + 4
+    run.waits = False
+    run.send(0, 0, 0, 2)
+    run.next |= {"kernels": [], "timings": []}  # views alone, which only the host makes
+    assert clock._seconds() == 25
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+MIB = 2**20
+USABLE = 100 * MIB
+DEVICE = load_hardware("a100-sxm4-80gb").replace(memory_gb=(CONTEXT_BYTES + USABLE) / 1e9)
+
+
+def test_tensors_are_held_in_blocks_of_512_bytes_and_segments_of_the_allocator():
+    """torch's allocator: up to 1 MiB is served from segments of 2 MiB, up to 10 MiB from those of 20 MiB."""
+    memory = DeviceMemory(DEVICE, "raise", kept_scratch=lambda: 7)
+    assert (memory.allocated, memory.reserved, memory.allocations) == (7, 7, 0)
+    for number, (device, nbytes) in enumerate([("meta", 1000), ("cpu", 5000), ("meta", 0), ("meta", 3 * MIB)]):
+        memory.on_birth(number, device, nbytes)
+    assert (memory.allocated, memory.reserved, memory.allocations) == (1024 + 3 * MIB + 7, 22 * MIB + 7, 2)
+    assert memory.free_and_total() == (USABLE - 22 * MIB - 7, CONTEXT_BYTES + USABLE)
+    for number in (3, 1, 2):  # of which the device had one
+        memory.on_death(number)
+    assert (memory.allocated, memory.peak_allocated) == (1024 + 7, 1024 + 3 * MIB + 7)
+    assert (memory.reserved, memory.peak_reserved) == (22 * MIB + 7, 22 * MIB + 7)
+    memory.give_back()
+    assert (memory.reserved, memory.peak_reserved) == (2 * MIB + 7, 22 * MIB + 7)
+    memory.reset_peaks()
+    assert (memory.peak_allocated, memory.peak_reserved) == (1024 + 7, 2 * MIB + 7)
+    assert memory.summary().startswith("allocated 0.00 MiB (peak 0.00 MiB), reserved 2.00 MiB (peak 2.00 MiB) by ")
+
+
+def test_what_does_not_fit_raises_as_torch_does_or_is_told_once_and_goes_on():
+    memory = DeviceMemory(DEVICE, "raise")
+    memory.on_birth(0, "meta", 60 * MIB)
+    said = r"Tried to allocate 50.00 MiB. GPU 0 .* of which 40.00 MiB is free. .* 60.00 MiB is"
+    with pytest.raises(torch.OutOfMemoryError, match=said):
+        memory.on_birth(1, "meta", 50 * MIB)
+    memory.on_death(1)  # which never was
+    memory.on_birth(2, "meta", 40 * MIB)
+    assert memory.allocated == memory.reserved == USABLE
+    told = DeviceMemory(DEVICE, "report")
+    for number in range(3):
+        told.on_birth(number, "meta", 60 * MIB)
+    assert told.allocated == 180 * MIB
+    assert told.overflow is not None
+    assert "60.00 MiB is allocated by PyTorch, and 0.00 MiB is reserved" in told.overflow
+    assert told.free_and_total()[0] == 0
+
+
+@pytest.mark.parametrize(("fraction", "fits"), [(1.0, True), (0.5, True), (0.01, False)])
+def test_a_program_may_take_a_fraction_of_the_whole_memory_and_never_more_than_there_is(fraction, fits):
+    """The context of the process is not in it: half of all is more than the 100 MiB beside it here."""
+    assert DEVICE.memory_bytes is not None
+    assert 0.01 * DEVICE.memory_bytes < 60 * MIB < USABLE < 0.5 * DEVICE.memory_bytes
+    memory = DeviceMemory(DEVICE, "raise")
+    memory.set_fraction(fraction)
+    with contextlib.nullcontext() if fits else pytest.raises(torch.OutOfMemoryError):
+        memory.on_birth(0, "meta", 60 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.on_birth(1, "meta", USABLE + MIB)
+
+
+def test_a_pool_of_graphs_keeps_the_most_that_its_captures_hold_at_a_time():
+    """Two captures of four ops each. The first holds 100 and then 100 + 50 bytes; what is alive of it is the program's
+    own. The second holds 300, of which nothing is left."""
+    storages = [
+        Storage(1000, "meta", -1),  # was there before
+        Storage(100, "meta", 0, died=3), Storage(50, "meta", 2), Storage(70, "cpu", 2),
+        Storage(200, "meta", 5, died=7), Storage(100, "meta", 6, died=8),
+    ]  # fmt: skip
+    trace = SimpleNamespace(ops=[None] * 4, device="meta", storages=storages[:4])
+    pool = GraphPool(trace)
+    pool.keep(range(4))
+    assert [each.nbytes for each in trace.storages[4:]] == [150 - 50]
+    trace.ops, trace.storages[4:4] = [None] * 9, storages[4:]
+    pool.keep(range(5, 9))
+    first, second = trace.storages[6:]
+    assert (first.born, first.died, second.born, second.died) == (4, 9, 9, None)
+    assert second.nbytes == 50 + 300 - 50  # the 50 of the first are alive meanwhile
+    pool.give_back(range(5, 9))
+    assert (second.died, trace.storages[-1].nbytes) == (9, 100)
+    pool.give_back(range(4))
+    assert trace.storages[-1].nbytes == 0

@@ -145,6 +145,20 @@ def test_tensor_parallel_ranks_share_weights_and_add_all_reduces():
     assert four.cost(device, 1, 2048, 0).seconds < one.cost(device, 1, 2048, 0).seconds
 
 
+def test_links_carry_as_many_sums_as_there_are_layers_the_logits_that_are_scored_and_idle_watts():
+    """A draft's five tokens of two requests are ten tokens with their logits."""
+    device, small = load_hardware(H100), {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+    layers = [steps(ranks=2, num_hidden_layers=count, **small) for count in (1, 2, 3)]
+    one, two, three = (each.cost(device, 10, 1, 64).link_seconds for each in layers)
+    assert two - one == pytest.approx(three - two)
+    assert two - one > 0.5 * one / 2  # two sums of a layer, beside one gather
+    assert layers[0].cost(device, 2, 5, 64, logits=5).link_seconds == pytest.approx(one)
+    assert layers[0].cost(device, 2, 5, 64, logits=1).link_seconds < one
+    cost, report = layers[0].cost(device, 10, 1, 64), layers[0].report(device, 10, 1, 64)
+    assert cost.joules - report.joules == pytest.approx(device.idle_watts * one)
+    assert cost.seconds - report.seconds == pytest.approx(one)
+
+
 def test_transformers_own_cache_copies_old_tokens_at_each_step():
     device, cached = load_hardware(H100), 8192
     own, paged = (steps(mode="eager", cache=cache).report(device, 4, 1, cached) for cache in ("transformers", "paged"))
@@ -267,8 +281,9 @@ def test_a_step_ends_with_the_most_likely_token_of_each_sequence():
 
 def test_two_kernels_route_the_tokens_of_a_layer_of_experts(experts):
     report = experts["bf16"].report(load_hardware(H100), 64, 1, 512)
-    names = [kernel.cost.name for kernel in report.kernels if ".0.mlp" in kernel.op.module]
-    assert names == [
+    of_layer = [kernel.cost for kernel in report.kernels if ".0.mlp" in kernel.op.module]
+    assert of_layer[0].bytes_read == 2 * (64 * 2048 + 64 * 2048)  # tokens, and the router's weights of 64 experts
+    assert [cost.name for cost in of_layer] == [
         "mm",
         "topk",
         "sort",

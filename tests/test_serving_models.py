@@ -155,20 +155,20 @@ OF_LINEAR_ATTENTION = ["a gated delta rule", "state spaces", "state spaces besid
 
 @pytest.mark.parametrize("kind", OF_LINEAR_ATTENTION)
 def test_a_step_reads_and_writes_the_states_of_each_sequence(kind):
-    """In fp32, as transformers holds them; what comes before and after them is small for a token."""
+    """In fp32, as transformers holds them; what comes before and after them is small for a token, and no kernel copies
+    them."""
     own = StepModel(decoder(CONFIGS[kind]()), "eager", "bf16", "bf16", {})
 
-    def bytes_of(batch):
-        steps = [
-            kernel.cost
-            for kernel in own.report(load_hardware(H100), batch, 1, 512).kernels
-            if kernel.cost.name.endswith("state_step")
-        ]
-        return sum(cost.bytes_read for cost in steps), sum(cost.bytes_written for cost in steps)
+    def bytes_of(batch, name):
+        kernels = own.report(load_hardware(H100), batch, 1, 512).kernels
+        costs = [kernel.cost for kernel in kernels if kernel.cost.name.endswith(name)]
+        return sum(cost.bytes_read for cost in costs), sum(cost.bytes_written for cost in costs)
 
     states = sum(state.nbytes for layer in own.decoder._kept for state in layer.states if state.dtype is torch.float32)
-    for more, less in zip(bytes_of(96), bytes_of(32), strict=True):
+    for more, less in zip(bytes_of(96, "state_step"), bytes_of(32, "state_step"), strict=True):
         assert (more - less) / 64 == pytest.approx(states, rel=0.1)
+    for more, less in zip(bytes_of(96, "copy_"), bytes_of(32, "copy_"), strict=True):
+        assert (more - less) / 64 < 0.2 * states
 
 
 def test_blocks_of_a_delta_rule_do_the_products_of_its_paper():
@@ -325,12 +325,17 @@ WIDTHS_OF_THEIR_OWN = {
         mamba_num_heads=8, mamba_head_dim=64, n_groups=2, n_routed_experts=8, moe_intermediate_size=64,
         moe_shared_expert_intermediate_size=1024, num_experts_per_tok=2,
     ),
+    "dense layers before those of experts": lambda: transformers.Cohere2MoeConfig(
+        **SMALL, num_experts=8, prefix_dense_intermediate_size=1024, first_k_dense_replace=2
+    ),
+    "dense layers of MiniMax": lambda: transformers.MiniMaxM3VLTextConfig(
+        **SMALL, num_local_experts=8, dense_intermediate_size=1024, mlp_layer_types=["dense"] * 6
+    ),
 }  # fmt: skip
+PARTS = (".feed_forward.", ".shared_mlp.", ".shared_experts.", ".0.mlp.", ".0.mlp.")
 
 
-@pytest.mark.parametrize(
-    ("kind", "part"), [*zip(WIDTHS_OF_THEIR_OWN, (".feed_forward.", ".shared_mlp.", ".shared_experts."), strict=True)]
-)
+@pytest.mark.parametrize(("kind", "part"), [*zip(WIDTHS_OF_THEIR_OWN, PARTS, strict=True)])
 def test_ranks_share_mlps_whose_width_has_a_name_of_its_own(kind, part):
     one, two = (decoder(WIDTHS_OF_THEIR_OWN[kind](), ranks) for ranks in (1, 2))
     assert layer_matrices(two, part) == pytest.approx(layer_matrices(one, part) / 2, rel=0.01)

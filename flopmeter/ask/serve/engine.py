@@ -68,7 +68,7 @@ def with_newest_attention(kernels: Sequence[Kernel], device: Hardware) -> list[K
     """The kernels of a step, with the device's attention over a paged cache: FlashAttention-3 or -4 on Hopper and
     data-centre Blackwell, elsewhere FlashAttention-2, which has one kernel for such a cache."""
     capability = device.compute_capability
-    if capability is None or device.vendor != "nvidia":
+    if capability is None:
         return list(kernels)
     backend: AttentionBackend = "flash_3" if capability[0] in FLASH_3_CAPABILITIES else "paged"
 

@@ -138,11 +138,12 @@ def _weight_storages(kernel: Kernel, trace: Trace, published: Quantised, only_ex
 
 
 def _with_narrow_weights(cost: Cost, held: set[int], share: float, product: str | None) -> Cost:
-    """The cost with narrow weights. If the product is in that type, its other operand is narrow too."""
+    """The cost with narrow weights. If the product is in that type, its other operand is narrow too, but not a bias."""
 
     def read(region: Region) -> Region:
-        is_weight = region.spec is not None and region.spec.storage in held
-        return region._replace(nbytes=round(region.nbytes * share)) if is_weight or product else region
+        spec = region.spec
+        is_narrow = spec is not None and len(spec.shape) > 1 and (product or spec.storage in held)
+        return region._replace(nbytes=round(region.nbytes * share)) if is_narrow else region
 
     work = cost.work
     if product is None and isinstance(work, MatmulWork | GroupedMatmulWork):

@@ -21,7 +21,7 @@ from flopmeter.device.cluster import Cluster, load_cluster
 from flopmeter.device.hardware import AnyHardware, Hardware, HardwareError
 from flopmeter.meter import Mode, checked_energy_price
 from flopmeter.records.powers_of_two import power_of_two_up_to
-from flopmeter.report.quantities import duration, figure, in_gb, in_ms
+from flopmeter.report.quantities import counted, duration, figure, in_gb, in_ms
 from flopmeter.report.report import JOULES_PER_KWH
 from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
 from flopmeter.timing.peak_memory import usable_bytes
@@ -214,7 +214,7 @@ class _Server:
 
     def row(self) -> ServingRow:
         plan, most = self._plan, self._most
-        if not most:
+        if most < 1:
             raise HardwareError(
                 f"{self._device.name}: not even one request of {plan.prompt} + {plan.output} tokens fits beside"
                 f" {self._weight_bytes / 1e9:.1f} GB of weights on each of {plan.gpus} GPUs of"
@@ -255,13 +255,13 @@ class _Server:
     @functools.cached_property
     def _most(self) -> int:
         """How many requests fit beside the weights and the memory of a step, each with all of its tokens. A step works
-        on a chunk and on a token of each request, whose logits alone may be a megabyte."""
+        on a chunk and on a token of each request, whose logits alone may be a megabyte. 0 or less: none."""
         held = self._weight_bytes + self._prefill_chunk.working_bytes + self._kv_bytes(self._shared)
         room = usable_bytes(self._device) - held
         beside = min(MOST_REQUESTS, max(1, int(room / self._own_kv_bytes)))
         metered = power_of_two_up_to(beside)
         room -= self._step(metered).working_bytes * beside / metered
-        return max(0, int(room / self._own_kv_bytes))
+        return int(room / self._own_kv_bytes)
 
     @property
     def _shared(self) -> int:
@@ -369,14 +369,14 @@ class _Server:
         if best.batch == min(most, MOST_REQUESTS):
             copies, each = self._plan.copies, " on each GPU" if self._plan.spreads_experts else ""
             full = (
-                f"{most * copies} requests fill the memory"
+                f"{counted(most * copies, 'request fills', 'requests fill')} the memory"
                 if most <= MOST_REQUESTS
                 else f"{MOST_REQUESTS}{each} are the most metered"
             )
             others = "" if best.tpot_seconds is None else f", TPOT {duration(best.tpot_seconds)}"
             return f"{full} (TTFT {duration(best.ttft_seconds)}{others})"
         over = " and ".join(self._over(loads[best.batch])) or "prefill, which takes all steps that there are,"
-        return f"{over} with more than {best.batch * self._plan.copies} requests at a time"
+        return f"{over} with more than {counted(best.batch * self._plan.copies, 'request')} at a time"
 
     def _point(self, each: Load) -> ServingPoint:
         plan, joules = self._plan, self._joules(each.batch)
@@ -416,7 +416,7 @@ class _Server:
 
 def _doublings(most: int) -> set[int]:
     largest = min(most, MOST_REQUESTS)
-    return {1 << power for power in range(largest.bit_length()) if 1 << power <= largest} | {largest}
+    return {1 << power for power in range(largest.bit_length())} | {largest}
 
 
 def _tokens_in_step(chunk: int | Literal["usual"] | None, is_apart: bool) -> int | None:

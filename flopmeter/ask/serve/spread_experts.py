@@ -45,7 +45,7 @@ class SpreadExperts:
         """How many tokens the fullest GPU gets where each one sends `tokens` to `picks` of all experts: the expected
         maximum of as many normal numbers, with the variance of picks that are all different."""
         mean, every = tokens * self._picks, self._every
-        variance = mean * (1 - 1 / self._ranks) * (every - self._picks) / max(1, every - 1)
+        variance = mean * (1 - 1 / self._ranks) * (every - self._picks) / (every - 1)
         return round(mean + math.sqrt(variance) * expected_maximum(self._ranks))
 
     def bytes_arriving(self, tokens: int) -> int:

@@ -117,7 +117,7 @@ def _holds_items(op: Op, out: TensorSpec, grows: set[int], weights: set[tuple[in
     a gradient of weights. So is the result of another op of the backward pass that has the shape of weights."""
     if op.packet in _PRODUCTS:
         return not all(spec.storage in grows for spec in op.inputs[-2:])
-    if not out.shape or out.numel == 1:
+    if out.numel == 1:
         return False
     if op.phase != "backward":
         return True

@@ -17,7 +17,7 @@ from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.memory_format import strides_of
 from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of
 from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
-from flopmeter.report.advice.rewrite import is_dense, is_view, rebuilt
+from flopmeter.report.advice.rewrite import is_view, rebuilt
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 
@@ -83,7 +83,7 @@ def _repeats(spec: TensorSpec) -> bool:
 
 def _is_free_to_go(trace: Trace, op: Op) -> bool:
     """Whether it is a copy within the device, in one type, of what is not written to."""
-    if op.packet is not aten.clone or not op.inputs[0].is_strided or not is_dense(op.outputs[0]):
+    if op.packet is not aten.clone or not op.inputs[0].is_strided:
         return False
     return trace.storages[op.outputs[0].storage].role is None
 
@@ -100,14 +100,21 @@ class Whereabouts(NamedTuple):
         """A view of the storage, as a view of where its elements lie now; None if no strides say that."""
         lay = sorted((step, size, now) for size, step, now in zip(self.shape, self.stride, self.now.stride, strict=True)
                      if size > 1)  # fmt: skip
-        offset, rest = self.now.offset, spec.offset
-        for step, _, now in reversed(lay):
-            offset += rest // step * now
-            rest %= step
+
+        def lies_now(place: int) -> int:
+            offset = self.now.offset
+            for step, _, now in reversed(lay):
+                offset += place // step * now
+                place %= step
+            return offset
+
         strides = [_step(size, step, lay) for size, step in zip(spec.shape, spec.stride, strict=True)]
         if None in strides:
             return None
         stride = tuple(step for step in strides if step is not None)
+        offset, last = lies_now(spec.offset), lies_now(spec.offset + _to_last(spec.shape, spec.stride))
+        if last != offset + _to_last(spec.shape, stride):  # it begins within a row and ends in another
+            return None
         return spec._replace(stride=stride, offset=offset, storage=self.now.storage)
 
     def of_shared_heads(self, spec: TensorSpec) -> TensorSpec | None:
@@ -118,6 +125,11 @@ class Whereabouts(NamedTuple):
         if heads % times:
             return None
         return self.of(spec._replace(shape=(batch, heads // times, *sizes), stride=(outer, step * times, *steps)))
+
+
+def _to_last(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """From the first element to the last."""
+    return sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _step(size: int, step: int, lay: list[tuple[int, int, int]]) -> int | None:
