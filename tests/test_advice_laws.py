@@ -108,3 +108,41 @@ def test_a_graph_is_told_where_the_host_is_late_and_never_waits_for_the_device()
     assert told == {
         (H100, False): True, (H100, True): False, ("cpu-epyc-9654", False): False, ("cpu-epyc-9654", True): False
     }  # fmt: skip
+
+
+def in_steps(module: nn.Module, x: Tensor, steps: int, *, saves: bool) -> Tensor:
+    """x + module(x), again and again. The backward pass runs the module at the values that were saved, or goes back
+    from the result, as an adjoint method does: x is its result less module(x)."""
+
+    class Steps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *parameters):
+            visited = [x]
+            for _ in range(steps):
+                visited.append(visited[-1] + module(visited[-1]))
+            ctx.save_for_backward(*(visited[:-1] if saves else visited[-1:]))
+            return visited[-1]
+
+        @staticmethod
+        def backward(ctx, gradient):
+            saved = list(ctx.saved_tensors)
+            x = saved.pop()
+            for step in range(steps):
+                with torch.enable_grad():
+                    held = x.detach().requires_grad_()
+                    result = module(held)
+                (change,) = torch.autograd.grad(result, held, gradient)
+                if step < steps - 1:
+                    x = saved.pop() if saves else x - result.detach()
+                gradient = gradient + change
+            return (gradient, *(None for _ in module.parameters()))
+
+    return Steps.apply(x, *module.parameters())
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_only_a_forward_pass_that_begins_with_saved_values_is_a_checkpoint(saves):
+    module, x = layers(2048, 2), meta(2048, 2048).requires_grad_()
+    with FlopMeter(H100) as meter:
+        in_steps(module, x, 6, saves=saves).sum().backward()
+    assert ("no checkpointing" in [told.remedy for told in meter.report().advice]) == saves

@@ -81,6 +81,33 @@ def test_a_compiled_backward_pass_takes_images_as_the_forward_pass_left_them():
         assert [work.shape.channels_last for work in backward if isinstance(work, ConvolutionWork)] == [True] * 4
 
 
+@pytest.mark.parametrize("order", ["forward in backward", "backward in forward"])
+def test_filters_are_found_by_name_where_a_convolution_runs_in_the_other_pass(order):
+    """Gradients of single samples call a convolution in the backward pass; torch.nn.grad its gradient anywhere."""
+
+    class ForwardInBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, image, filters):
+            ctx.save_for_backward(image, filters)
+            return nn.functional.conv2d(image, filters, padding=1)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            _, filters = ctx.saved_tensors
+            return nn.functional.conv2d(gradient, filters, padding=1), None
+
+    image = torch.empty(8, 128, 20, 20, device="meta", requires_grad=True)
+    filters = torch.empty(128, 128, 3, 3, device="meta", requires_grad=True)
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        y = nn.functional.conv2d(image, filters, padding=1)
+        if order == "backward in forward":
+            y = y + torch.nn.grad.conv2d_input(image.shape, filters, y.detach(), padding=1)
+        ForwardInBackward.apply(y, filters).sum().backward()
+    works = [kernel.cost.work for kernel in meter.report(mode="compiled").kernels]
+    convolutions = [work for work in works if isinstance(work, ConvolutionWork)]
+    assert [work.shape.channels_last for work in convolutions] == [True] * (5 if order == "forward in backward" else 7)
+
+
 def test_what_runs_in_channels_last_already_stays():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(128, 128, 3), nn.Conv2d(128, 256, 3)).to(memory_format=torch.channels_last)

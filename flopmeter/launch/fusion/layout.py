@@ -24,6 +24,7 @@ from flopmeter.records import (
     VectorWork,
 )
 from flopmeter.records.memory_format import dense_strides, is_channels_last, is_dense
+from flopmeter.torch_names.operators import aten
 
 # Time of a convolution in channels-last over that in NCHW, as inductor has it. Nobody measured these here.
 GROUPED, DEFAULT, NARROWING, SMALL = 1.358, 0.823, 0.725, 0.783
@@ -112,7 +113,7 @@ def _converted(kernel: Kernel, given: tuple[bool, ...]) -> Iterator[Cost]:
         yield cost
         return
     foreign = {spec.storage: spec for spec, is_given in zip(inputs, given, strict=True) if is_given and not is_backward}
-    filters = inputs[2].shape if is_backward else None
+    filters = op.call.argument("weight").shape if op.packet is aten.convolution_backward else None
     reads, writes, after = list(cost.reads), list(cost.writes), []
     for place, region in enumerate(cost.reads):
         spec = foreign.get(region.spec.storage) if region.spec else None
@@ -180,5 +181,5 @@ def _chooses_channels_last(kernels: list[Kernel]) -> bool:
 
 
 def _filters(kernel: Kernel, work: ConvolutionWork) -> _Filters:
-    weight = kernel.op.call.inputs[1]
+    weight = kernel.op.call.argument("weight")
     return _Filters(work.implicit.batch, weight.shape[0], weight.shape[1], weight.shape[2] == 1)

@@ -432,6 +432,8 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
     recomputes = [kernel for kernel, _ in timed(report) if kernel.op.phase == "recompute"]
     if usable is None or not recomputes:  # views alone cost the device nothing
         return
+    if 2 * sum(_of_the_backward_pass(report)) > len(recomputes):
+        return
     gathers = any(kernel.cost.collective is not None for kernel in recomputes)  # for the backward pass too
     if gathers or message_peers(report.kernels):  # a pipeline has several microbatches under way
         return
@@ -444,6 +446,20 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
         "no checkpointing",
         again | detached, about=again,
     )  # fmt: skip
+
+
+def _of_the_backward_pass(report: Report) -> Iterator[bool]:
+    """Whether each kernel that runs again works on what the backward pass computed. No checkpoint's does, whose
+    forward pass begins with what was saved; a module at another place of its solver does (adjoint methods of
+    differential equations, layers that are inverted), and no forward pass has run it before."""
+    computed: set[int] = set()
+    for kernel, _ in timed(report):
+        op = kernel.op
+        goes_on = bool(op.reads & computed)
+        if goes_on or (op.phase == "backward" and kernel.cost.flops):
+            computed |= op.makes
+        if op.phase == "recompute":
+            yield goes_on
 
 
 def _most_kept_bytes(trace: Trace, again: set[int]) -> int:
