@@ -11,6 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from flopmeter import FlopMeter, ServingError, load_hardware, serving  # noqa: E402
+from flopmeter.ask.serve import linear_attention  # noqa: E402
 from flopmeter.ask.serve.decoder import decoder  # noqa: E402
 from flopmeter.ask.serve.steps import StepModel  # noqa: E402
 from flopmeter.models.hubs import TargetError, model_of  # noqa: E402
@@ -263,12 +264,19 @@ def test_a_long_prompt_costs_no_more_in_decoding_where_all_layers_keep_states():
         (lambda: transformers.XLNetConfig(n_layer=2), "XLNetLMHeadModel of transformers takes no cache"),
         (lambda: transformers.Dots1Config(num_hidden_layers=2), "cannot be built .* its config may leave out a value"),
         (lambda: transformers.BloomConfig(), "takes no other kernels for the attention of BloomForCausalLM"),
+        (lambda: transformers.RecurrentGemmaConfig(num_hidden_layers=3), "keeps states beside its cache"),
     ],
 )
 def test_models_that_no_server_runs_as_transformers_does_are_refused_in_one_line(config, message):
     with pytest.raises(ServingError, match=message) as found:
         serving(config(), [H100], prompt=64, output=16)
     assert "\n" not in str(found.value)
+
+
+def test_a_scan_that_transformers_runs_token_by_token_is_refused_where_no_kernel_is_known(monkeypatch):
+    monkeypatch.setattr(linear_attention, "FUNCTIONS", {})
+    with pytest.raises(ServingError, match="writes the linear attention of JambaForCausalLM out token by token"):
+        serving(CONFIGS["scans"](), [H100], prompt=64, output=16)
 
 
 def test_of_a_model_that_takes_images_the_language_model_is_served_as_if_it_were_alone(tmp_path):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from flopmeter.ask.serve.cache import CacheKind, KeptLayer, ServingError, empty_cache, filled_cache, kept_in
 from flopmeter.ask.serve.engine import choose_tokens, pack
 from flopmeter.ask.serve.headed import Headed
-from flopmeter.ask.serve.linear_attention import with_kernels
+from flopmeter.ask.serve.linear_attention import MOST_STEPPED_TOKENS, with_kernels
 from flopmeter.ask.serve.picked_experts import pick_experts
 from flopmeter.ask.serve.spread_experts import SpreadExperts, spread_experts
 from flopmeter.known_values.assumptions import DataDependentError
@@ -104,12 +104,17 @@ class Decoder:
             raise
         kept = kept_in(cache)
         self._check(kept, kernels)
+        has_states = any(layer.states for layer in kept)
+        if has_states:
+            self._check_blocks()
+        elif getattr(self._language, "_is_stateful", False):
+            raise ServingError(f"{self.title} of transformers keeps states beside its cache: it cannot be served here")
         return kept, cache
 
-    def _first_step(self, cache: Any) -> Sequence[Kernel]:
+    def _first_step(self, cache: Any, new: int = 1) -> Sequence[Kernel]:
         with _in_one_line(f"{self.title} of transformers does not run as a server runs it"):
             with FlopMeter(routing="independent", checks="hold") as meter:
-                self._run(cache, 1, 1, 1)
+                self._run(cache, 1, new, 1)
         return meter.report().kernels
 
     def _runs(self) -> bool:
@@ -141,6 +146,16 @@ class Decoder:
             raise ServingError(
                 f"a step of {self.title} of transformers stops the host {stops} times, as where experts run one after"
                 " another, which no server does: it cannot be served"
+            )
+
+    def _check_blocks(self) -> None:
+        """Raises ServingError where a prompt runs token by token."""
+        few, more = 2 * MOST_STEPPED_TOKENS, 3 * MOST_STEPPED_TOKENS
+        kernels = [len(self._first_step(empty_cache(self.config, self.cache), new)) for new in (few, more)]
+        if kernels[1] - kernels[0] >= more - few:
+            raise ServingError(
+                f"transformers writes the linear attention of {self.title} out token by token, and no kernel that"
+                " servers have for it is known here: it cannot be served"
             )
 
     @functools.cached_property
