@@ -12,7 +12,7 @@ import torch
 
 from flopmeter.compiler import flex
 from flopmeter.compiler.known import KnownInGraph, makers_of_lengths
-from flopmeter.compiler.loops import is_inner, reads_again
+from flopmeter.compiler.loops import instructions, is_inner, reads_again
 from flopmeter.compiler.lowering import Lowered
 from flopmeter.compiler.origins import (
     names_of,
@@ -207,7 +207,8 @@ class _Planner:
         group = getattr(node, "group", None)
         rows, reduced = map(self._sizes, group[1]) if group and len(group[1]) == 2 else (1, 1)
         name = name_of([origin.op for origin in origins] or names_of(node)) or kind
-        loops = (max(reduced, 1), rows, is_inner(node), reads_again(node, rows * reduced, self._sizes))
+        again, computed = reads_again(node, rows * reduced, self._sizes), instructions(node, self._sizes)
+        loops = (max(reduced, 1), rows, is_inner(node), again, computed)
         kernel = CompiledKernel(name, kind, reads, writes, origins, self._lowered.bytes_of[node], *loops)
         read, written = map(_specs, (reads, writes))
         call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)

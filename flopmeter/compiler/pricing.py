@@ -30,7 +30,9 @@ def fused(call: Call) -> Cost:
         flops_by_class=flops,
         transcendentals=sum(origin.transcendentals for origin in kernel.origins),
         conversions=_conversions(kernel) if any(count for _, count in flops) else 0,
-        work=vector_work(_walk_of(kernel), sum(origin.random_numbers for origin in kernel.origins)),
+        work=vector_work(
+            _walk_of(kernel), sum(origin.random_numbers for origin in kernel.origins), kernel.instructions
+        ),
     )
 
 

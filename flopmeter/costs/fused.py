@@ -36,9 +36,10 @@ _ONLINE_SOFTMAX_OPERATIONS = 37
 _RANDOM_OPERATIONS = 4 * RANDOM_OPERATIONS
 
 
-def vector_work(rereads: tuple[Reread, ...], random_numbers: int) -> VectorWork:
+def vector_work(rereads: tuple[Reread, ...], random_numbers: int, instructions: int = 0) -> VectorWork:
     """Of a kernel that draws so many random numbers. It computes no addresses, since sizes are its constants."""
-    return VectorWork(rereads, _RANDOM_OPERATIONS * random_numbers, random_numbers=random_numbers)
+    drawn = _RANDOM_OPERATIONS * random_numbers
+    return VectorWork(rereads, drawn, random_numbers=random_numbers, instructions=instructions)
 
 
 def name_of(ops: Iterable[str]) -> str:

@@ -178,6 +178,13 @@ def integer_seconds(operations: int, hardware: Hardware) -> float:
     return narrow_unit_seconds(operations, constants.INTEGER_LANES_PER_SM, hardware)
 
 
+def issuing_seconds(instructions: int, hardware: Hardware) -> float:
+    """Time in which the SMs of an NVIDIA GPU start so many threads' instructions; elsewhere that is not known."""
+    if not instructions or hardware.vendor != "nvidia":
+        return 0.0
+    return cycles_to_seconds(instructions / (issued_lanes(hardware) * hardware.sm_count), hardware)
+
+
 def narrow_unit_seconds(operations: int, lanes_per_sm: int, hardware: Hardware) -> float:
     """Time of operations on a unit with so many lanes. A device without SMs (a TPU) is taken to have as many beside
     those for fp32 as an SM, whose integer units are half of them."""

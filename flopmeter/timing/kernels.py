@@ -37,6 +37,7 @@ from flopmeter.timing.bandwidth import (
     cycles_to_seconds,
     integer_seconds,
     issued_lanes,
+    issuing_seconds,
     memory_seconds,
     miss_share,
     narrow_unit_seconds,
@@ -298,7 +299,7 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
     steps = steps_of(work.grid, cached_share, hardware)
     idle = max(_idle_stretch(work, hardware), 1.0 / steps.busy)
     combining = _row_seconds(work, hardware) * idle
-    compute = arithmetic * idle + combining
+    compute = max(arithmetic, issuing_seconds(work.instructions, hardware)) * idle + combining
     traffic = memory_seconds(cost, work, hardware, cached_bytes)
     traffic = overlap(traffic, scattered_seconds(work.scatter, hardware) / steps.busy_sms, constants.VECTOR_OVERLAP)
     traffic = overlap(traffic, steps.seconds, constants.VECTOR_OVERLAP)

@@ -1,0 +1,57 @@
+"""Compiled kernels that are bound by their instructions, beside what an H100 took (torch 2.11, validation/traces)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flopmeter import FlopMeter
+
+BF16 = {"device": "meta", "dtype": torch.bfloat16}
+
+
+def microseconds(function, *inputs, device="h100-sxm5-80gb"):
+    with FlopMeter(device, clocks="burst") as meter, torch.no_grad():
+        torch.compile(function)(*inputs)
+    (kernel,) = meter.report().timings
+    return 1e6 * kernel.seconds
+
+
+def rotate(x, frequencies):
+    """A Llama's queries, of 32 heads of 64, as transformers turns them."""
+    angles = torch.outer(torch.arange(2048, device=x.device).float(), frequencies)
+    angles = torch.cat((angles, angles), -1)
+    x = x.view(4, 2048, 32, 64).transpose(1, 2)
+    turned = torch.cat((-x[..., 32:], x[..., :32]), -1)
+    return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
+
+
+@pytest.mark.parametrize(("rows", "width", "measured"), [(12288, 3072, 62.8), (8192, 4096, 55.0)])
+def test_a_gelu_takes_what_an_h100_took(rows, width, measured):
+    assert microseconds(F.gelu, torch.empty(rows, width, **BF16)) == pytest.approx(measured, rel=0.1)
+
+
+def test_rotary_embeddings_compute_cosines_for_each_head():
+    """58.7 us, of which 22 would be the memory's; h100_llama_train_compiled."""
+    x, frequencies = torch.empty(8192, 2048, **BF16), torch.empty(32, device="meta")
+    assert microseconds(rotate, x, frequencies) == pytest.approx(58.7, rel=0.1)
+
+
+def test_a_kernel_of_cheap_ops_is_bound_by_its_bytes():
+    """403 MB at .91 of 3.35 TB/s; the same where it also multiplies and adds a few times."""
+    x, y = (torch.empty(8192, 8192, **BF16) for _ in range(2))
+    plain = microseconds(torch.add, x, y)
+    assert plain == pytest.approx(403 / (0.91 * 3.35), rel=0.05)
+    assert microseconds(lambda x, y: (x + y) * 2 + 1, x, y) == pytest.approx(plain, rel=0.03)
+
+
+def test_an_sm_starts_the_instructions_of_128_threads_a_cycle():
+    """Eight sines of 37 instructions, whose bytes take a fifteenth of that."""
+    n = 2**26
+    x = torch.empty(n, **BF16)
+
+    def many(x):
+        for _ in range(8):
+            x = torch.sin(x)
+        return x
+
+    assert 1e-6 * microseconds(many, x) == pytest.approx(8 * 37 * n / (128 * 132 * 1.98e9), rel=0.1)
