@@ -6,10 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.scheduler import SchedulerNode
 
 from flopmeter.torch_names import compiler, distributed
 from flopmeter.torch_names.private import METERING, NAMES, PROPAGATION, WORLDS, PrivateName, lost, needed
@@ -52,6 +54,7 @@ def test_names_that_only_instances_have_are_there():
         "NestedTensor": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
     }
     made["OpOverload"] = torch.ops.aten.mm.default
+    made["SchedulerNode"] = SimpleNamespace(**SchedulerNode.__annotations__)  # none is made without a graph
     for name in (name for names in NAMES.values() for name in names if name.on_instances):
         owner, attribute = name.attribute.split(".")
         assert hasattr(made[owner], attribute), f"torch {torch.__version__} has no {name.path}"

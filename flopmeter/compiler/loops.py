@@ -40,8 +40,23 @@ def instructions(node: Any, sizes: Sizes) -> int:
         body = getattr(part, "_body", None)
         if body is not None and not _is_online_softmax(part):
             of_element = sum(count * (1 + _OF_FUNCTIONS.get(op, 0)) for op, count in body.op_counts.items())
-            total += of_element * prod(sizes(size) for sizes_of_loop in part.get_ranges() for size in sizes_of_loop)
+            elements = prod(sizes(size) for sizes_of_loop in part.get_ranges() for size in sizes_of_loop)
+            total += round(of_element * elements * _share_of_elements(body))
     return total
+
+
+def _share_of_elements(body: Any) -> float:
+    """Which share of a loop's loads the innermost loop moves. What only others read is computed once for the row, and
+    is taken to be as much of the ops."""
+    loads = [body.indexing_exprs[entry.index_name] for entry in body.memory_usage[names.LOADS.value]]
+    innermost = list(body.var_ranges)[-1:]
+    moved = [index for index in loads if index.free_symbols.intersection(innermost) or _is_looked_up(index)]
+    return len(moved) / len(loads) if loads else 1.0
+
+
+def _is_looked_up(index: Any) -> bool:
+    """Whether the place is a number that the loop has read."""
+    return any(symbol.name.startswith("indirect") for symbol in index.free_symbols)
 
 
 def _is_online_softmax(part: Any) -> bool:

@@ -50,6 +50,7 @@ TRITON_HASH = _name("torch.utils._triton", "triton_hash_with_backend", "what it 
 LOADS_CODE = _name("torch._inductor.codecache", "PyCodeCache.load", "where it loads what it wrote for a template")
 EXTERN_NODE = _name("torch._inductor.scheduler", "ExternKernelSchedulerNode", "which kernels are libraries'")
 LOOPS_NODE = _name("torch._inductor.scheduler", "SchedulerNode", "which kernels inductor writes")
+_name("torch._inductor.scheduler", "SchedulerNode._body", "the ops of a loop", on_instances=True)
 _name(
     "torch._inductor.scheduler", "SchedulerNode.decide_inplace_update", "which results take the memory of what is read"
 )
@@ -58,6 +59,7 @@ _name("torch._inductor.codegen.wrapper", "PythonWrapperCodegen.can_reuse", "whet
 NOP_NODE = _name("torch._inductor.scheduler", "NopKernelSchedulerNode", "which nodes launch nothing")
 _name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")
 IR = _name("torch._inductor.ir", "IRNode", "what a graph is lowered to")
+LOADS = _name("torch._inductor.loop_body", "MemoryUsageType.LOAD", "what a loop loads")
 MEMORY_DEP = _name("torch._inductor.dependencies", "MemoryDep", "which elements a kernel reads")
 DEP_HASH = _name("torch._inductor.dependencies", "MemoryDep.__hash__", "kept, since it is asked for again and again")
 SET_MAKING = _name("torch.utils._ordered_set", "OrderedSet.__init__", "copies of the compiler's sets, without hashing")

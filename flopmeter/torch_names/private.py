@@ -150,6 +150,7 @@ listed(CUSTOM_OPS, "torch._library.custom_ops", "CustomOpDef._opoverload", "its 
 PYTHON_KERNELS = listed(PYTHON_OPS, "torch.library", "_impls", "which ops have a Python function as a kernel")
 listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._from_config", "makes a model")
 listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._supports_sdpa", "whether its attention calls SDPA")
+listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._is_stateful", "whether a model keeps states")
 _GENERATION = "transformers.generation.utils"
 _beams = partial(listed, BEAMS)
 EARLY_STOP = _beams(_GENERATION, "GenerationMixin._check_early_stop_heuristic", "asks whether beams still improve")
