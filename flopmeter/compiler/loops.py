@@ -26,42 +26,22 @@ def reads_again(node: Any, elements: int, sizes: Sizes) -> bool:
     return not first.isdisjoint(then)
 
 
-# Instructions of an element beyond one for each op of a loop's body, of functions that libdevice writes out: a range
-# reduction and polynomials. From rotary embeddings with two and three of them (58.7 and 86.8 µs for 16.8 million
-# elements on an H100, whose bytes alone take 22) and from GELUs (55 and 62.8 µs for 134 and 151 MB; validation/traces).
-_OF_FUNCTIONS = {"sin": 36, "cos": 36, "erf": 30}
+# Instructions of an element for a function that libdevice writes out (a range reduction and polynomials), with what goes
+# with it in the loop. From rotary embeddings with two and three of them (58.7 and 86.8 µs for 16.8 million elements on an
+# H100, whose bytes alone take 22) and from GELUs (55 and 62.8 µs for 134 and 151 MB; validation/traces).
+_OF_FUNCTIONS = {"sin": 57, "cos": 57, "erf": 44}
 
 
 def instructions(node: Any, sizes: Sizes) -> int:
-    """Of all threads of the kernel, which computes again for each element what is repeated over it: the cosine of a
-    position, for each head."""
+    """Of all threads of the kernel for such functions. It computes again for each element what is repeated over it: the
+    cosine of a position, for each head."""
     total = 0
     for part in node.get_nodes():
         body = getattr(part, "_body", None)
-        if body is not None and not _is_online_softmax(part):
-            of_element = sum(count * (1 + _OF_FUNCTIONS.get(op, 0)) for op, count in body.op_counts.items())
-            elements = prod(sizes(size) for sizes_of_loop in part.get_ranges() for size in sizes_of_loop)
-            total += round(of_element * elements * _share_of_elements(body))
+        if body is not None:
+            of_element = sum(body.op_counts[name] * count for name, count in _OF_FUNCTIONS.items())
+            total += of_element * prod(sizes(size) for sizes_of_loop in part.get_ranges() for size in sizes_of_loop)
     return total
-
-
-def _share_of_elements(body: Any) -> float:
-    """Which share of a loop's loads the innermost loop moves. What only others read is computed once for the row, and
-    is taken to be as much of the ops."""
-    loads = [body.indexing_exprs[entry.index_name] for entry in body.memory_usage[names.LOADS.value]]
-    innermost = list(body.var_ranges)[-1:]
-    moved = [index for index in loads if index.free_symbols.intersection(innermost) or _is_looked_up(index)]
-    return len(moved) / len(loads) if loads else 1.0
-
-
-def _is_looked_up(index: Any) -> bool:
-    """Whether the place is a number that the loop has read."""
-    return any(symbol.name.startswith("indirect") for symbol in index.free_symbols)
-
-
-def _is_online_softmax(part: Any) -> bool:
-    """Whether it is a reduction whose instructions `flopmeter.costs.fused` counts as a whole."""
-    return getattr(part.node.data, "reduction_type", None) == "online_softmax_reduce"
 
 
 def _reads(node: Any, *, of_reductions: bool) -> Iterator[Any]:

@@ -59,7 +59,6 @@ _name("torch._inductor.codegen.wrapper", "PythonWrapperCodegen.can_reuse", "whet
 NOP_NODE = _name("torch._inductor.scheduler", "NopKernelSchedulerNode", "which nodes launch nothing")
 _name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")
 IR = _name("torch._inductor.ir", "IRNode", "what a graph is lowered to")
-LOADS = _name("torch._inductor.loop_body", "MemoryUsageType.LOAD", "what a loop loads")
 MEMORY_DEP = _name("torch._inductor.dependencies", "MemoryDep", "which elements a kernel reads")
 DEP_HASH = _name("torch._inductor.dependencies", "MemoryDep.__hash__", "kept, since it is asked for again and again")
 SET_MAKING = _name("torch.utils._ordered_set", "OrderedSet.__init__", "copies of the compiler's sets, without hashing")
