@@ -26,9 +26,9 @@ def reads_again(node: Any, elements: int, sizes: Sizes) -> bool:
     return not first.isdisjoint(then)
 
 
-# Instructions of an element for a function that libdevice writes out (a range reduction and polynomials), with what goes
-# with it in the loop. From rotary embeddings with two and three of them (58.7 and 86.8 µs for 16.8 million elements on an
-# H100, whose bytes alone take 22) and from GELUs (55 and 62.8 µs for 134 and 151 MB; validation/traces).
+# Instructions of an element for a function that libdevice writes out (a range reduction and polynomials), with what
+# goes with it in the loop. From rotary embeddings with two and three of them (58.7 and 86.8 µs for 16.8 million
+# elements on an H100, whose bytes alone take 22) and from GELUs (55 and 62.8 µs for 134 and 151 MB; validation/traces).
 _OF_FUNCTIONS = {"sin": 57, "cos": 57, "erf": 44}
 
 
