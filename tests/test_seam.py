@@ -252,6 +252,7 @@ def catalogue() -> tuple[Report, ...]:
         metered(lambda: by_value(mm_gelu(meta(4, 8), meta(8, 4)))),
         metered(torch.compile(lambda: (meta(33, 77) @ meta(77, 55)).relu().exp())),
         metered(torch.compile(lambda: (meta(33, 77) @ meta(77, 55)).relu().exp()), compile="rules"),
+        metered(torch.compile(lambda: F.gelu(meta(33, 77)))),
         metered(torch.compile(attend_with_scores_changed), compile="rules"),
         metered(torch.compile(attend_with_few_queries)),
         metered(lambda: torch.compile(lambda narrow: narrow.to(BF16) * 2)(meta(8, 16, dtype=torch.int8))),
