@@ -1,11 +1,15 @@
 """Compiled kernels that are bound by their instructions, beside what an H100 took (torch 2.11, validation/traces)."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from flopmeter import FlopMeter
 
+autocast = partial(torch.autocast, "meta", torch.float16)
 BF16 = {"device": "meta", "dtype": torch.bfloat16}
 
 
@@ -44,14 +48,27 @@ def test_a_kernel_of_cheap_ops_is_bound_by_its_bytes():
     assert microseconds(lambda x, y: (x + y) * 2 + 1, x, y) == pytest.approx(plain, rel=0.03)
 
 
-def test_an_sm_starts_the_instructions_of_128_threads_a_cycle():
-    """Eight sines of 57 instructions, whose bytes take a twentieth of that."""
-    n = 2**26
-    x = torch.empty(n, **BF16)
+class Norms(nn.Module):
+    """What a ResNet-50 does between convolutions at inference; `norms` of two branches meet in a sum."""
 
-    def many(x):
-        for _ in range(8):
-            x = torch.sin(x)
-        return x
+    def __init__(self, channels, norms):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels, device="meta") for _ in range(norms))
 
-    assert 1e-6 * microseconds(many, x) == pytest.approx(8 * 57 * n / (128 * 132 * 1.98e9), rel=0.1)
+    def forward(self, *images):
+        return sum(norm(each) for norm, each in zip(self.norms, images, strict=True)).relu()
+
+
+@pytest.mark.parametrize(
+    ("channels", "side", "norms", "measured"),
+    [(64, 112, 1, 150.0), (256, 28, 1, 38.0), (256, 56, 2, 307.9), (512, 28, 2, 155.9), (1024, 14, 2, 81.2)],
+)
+def test_a_batch_norm_computes_its_roots_for_each_element(channels, side, norms, measured):
+    """128 images in fp16 and channels-last (h100_resnet50_infer_compiled). Of two norms inductor took the same way for
+    a thread with two elements as for one with eight, where addresses count for more: up to a fifth slower."""
+    images = [torch.empty(128, channels, side, side, dtype=torch.float16, device="meta") for _ in range(norms)]
+    images = [each.to(memory_format=torch.channels_last) for each in images]
+    model = Norms(channels, norms).eval()
+    with FlopMeter("h100-sxm5-80gb", clocks="burst") as meter, torch.no_grad(), autocast():
+        torch.compile(model)(*images)
+    assert 1e6 * max(each.seconds for each in meter.report().timings) == pytest.approx(measured, rel=0.2)

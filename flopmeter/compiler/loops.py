@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 from typing import Any
 
 from flopmeter.compiler.regions import Sizes
@@ -24,24 +23,6 @@ def reads_again(node: Any, elements: int, sizes: Sizes) -> bool:
         for reduces in (True, False)
     )
     return not first.isdisjoint(then)
-
-
-# Instructions of an element for a function that libdevice writes out (a range reduction and polynomials), with what
-# goes with it in the loop. From rotary embeddings with two and three of them (58.7 and 86.8 µs for 16.8 million
-# elements on an H100, whose bytes alone take 22) and from GELUs (55 and 62.8 µs for 134 and 151 MB; validation/traces).
-_OF_FUNCTIONS = {"sin": 57, "cos": 57, "erf": 44}
-
-
-def instructions(node: Any, sizes: Sizes) -> int:
-    """Of all threads of the kernel for such functions. It computes again for each element what is repeated over it: the
-    cosine of a position, for each head."""
-    total = 0
-    for part in node.get_nodes():
-        body = getattr(part, "_body", None)
-        if body is not None:
-            of_element = sum(body.op_counts[name] * count for name, count in _OF_FUNCTIONS.items())
-            total += of_element * prod(sizes(size) for sizes_of_loop in part.get_ranges() for size in sizes_of_loop)
-    return total
 
 
 def _reads(node: Any, *, of_reductions: bool) -> Iterator[Any]:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from flopmeter.compiler import flex
+from flopmeter.compiler.instructions import instructions
 from flopmeter.compiler.known import KnownInGraph, makers_of_lengths
-from flopmeter.compiler.loops import instructions, is_inner, reads_again
+from flopmeter.compiler.loops import is_inner, reads_again
 from flopmeter.compiler.lowering import Lowered
 from flopmeter.compiler.origins import (
     names_of,
@@ -207,8 +208,8 @@ class _Planner:
         group = getattr(node, "group", None)
         rows, reduced = map(self._sizes, group[1]) if group and len(group[1]) == 2 else (1, 1)
         name = name_of([origin.op for origin in origins] or names_of(node)) or kind
-        again, computed = reads_again(node, rows * reduced, self._sizes), instructions(node, self._sizes)
-        loops = (max(reduced, 1), rows, is_inner(node), again, computed)
+        again = reads_again(node, rows * reduced, self._sizes)
+        loops = (max(reduced, 1), rows, is_inner(node), again, instructions(node, reduced, self._sizes))
         kernel = CompiledKernel(name, kind, reads, writes, origins, self._lowered.bytes_of[node], *loops)
         read, written = map(_specs, (reads, writes))
         call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)

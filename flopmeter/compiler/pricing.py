@@ -50,8 +50,7 @@ def _walk_of(kernel: CompiledKernel) -> tuple[Reread, ...]:
     if main is None:
         return ()
     written = kernel.bytes_written if main.spec is not None and kernel.reads_again else 0
-    is_softmax = any(origin.op == "prepare_softmax_online" for origin in kernel.origins)
-    return walk_of(kernel.rows, kernel.reduced, main.nbytes, written, is_inner=kernel.is_inner, is_softmax=is_softmax)
+    return walk_of(kernel.rows, kernel.reduced, main.nbytes, written, is_inner=kernel.is_inner)
 
 
 def uncounted_in(kernels: Iterable[CompiledKernel]) -> tuple[str, ...]:

@@ -25,12 +25,6 @@ _ROW_BLOCK = 2048
 _ELEMENTS_OF_THREAD = 4
 _COMBINING = 18
 
-
-# Instructions of an element of an online softmax (online_softmax_combine in runtime/triton_helpers.py): two
-# exponentials, a maximum, and what infinite and missing elements need. Set so that three losses over 50,304 and 128,256
-# words, which take 1.35 to 1.44 ps an element on an H100 (validation/traces), are met within .05.
-_ONLINE_SOFTMAX_OPERATIONS = 37
-
 # `rand` keeps one of the four numbers that ten rounds of Philox make (triton/language/random.py); torch's own kernels
 # use all four.
 _RANDOM_OPERATIONS = 4 * RANDOM_OPERATIONS
@@ -64,12 +58,9 @@ def flops_of(op_class: str, parts: Iterable[Iterable[tuple[str, int]]]) -> tuple
     return tuple((name, count) for name, count in flops.items() if count or name == op_class)
 
 
-def walk_of(
-    rows: int, reduced: int, read_bytes: int, bytes_written: int, *, is_inner: bool, is_softmax: bool = False
-) -> tuple[Reread, ...]:
+def walk_of(rows: int, reduced: int, read_bytes: int, bytes_written: int, *, is_inner: bool) -> tuple[Reread, ...]:
     """How a kernel walks the rows that it reduces; its largest input has so many bytes. If they are too long for
-    registers and it writes as much as it reads, it reads again for the result what it read for the reduction.
-    `is_softmax`: it takes the maximum and the sum of exponentials of such rows in one pass."""
+    registers and it writes as much as it reads, it reads again for the result what it read for the reduction."""
     if reduced <= 1 or not rows:
         return ()
     is_held = reduced <= HELD_ROW_ELEMENTS or bytes_written < read_bytes // 2
@@ -79,7 +70,5 @@ def walk_of(
     passes = 1 if is_held else 2
     accesses = passes * ceil(reduced / block) if is_inner else 0
     threads = max(1, block // _ELEMENTS_OF_THREAD)
-    of_thread = ceil(reduced / threads) if is_softmax and reduced > HELD_ROW_ELEMENTS else 0
     again, of_row = (passes - 1) * read_bytes, read_bytes // rows
-    elements = _ONLINE_SOFTMAX_OPERATIONS * of_thread
-    return (Reread(again, rows, of_row, threads, _COMBINING, accesses, element_operations=elements),)
+    return (Reread(again, rows, of_row, threads, _COMBINING, accesses),)

@@ -182,7 +182,8 @@ def issuing_seconds(instructions: int, hardware: Hardware) -> float:
     """Time in which the SMs of an NVIDIA GPU start so many threads' instructions; elsewhere that is not known."""
     if not instructions or hardware.vendor != "nvidia":
         return 0.0
-    return cycles_to_seconds(instructions / (issued_lanes(hardware) * hardware.sm_count), hardware)
+    started = issued_lanes(hardware) * hardware.sm_count * constants.ISSUED_SHARE
+    return cycles_to_seconds(instructions / started, hardware)
 
 
 def narrow_unit_seconds(operations: int, lanes_per_sm: int, hardware: Hardware) -> float:

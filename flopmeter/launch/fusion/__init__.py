@@ -30,7 +30,8 @@ from typing import NamedTuple
 import torch
 
 from flopmeter.costs import make_cost
-from flopmeter.costs.fused import flops_of, name_of, slowest_class, vector_work, walk_of
+from flopmeter.costs.fused import HELD_ROW_ELEMENTS, flops_of, name_of, slowest_class, vector_work, walk_of
+from flopmeter.costs.instructions import OF_REDUCTIONS, of_eager_op
 from flopmeter.launch.fusion.atomics import with_atomic_additions
 from flopmeter.launch.fusion.dataflow import flow_of
 from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, numbered, pass_of, tensors_of, whole_program
@@ -45,6 +46,7 @@ from flopmeter.launch.fusion.traffic import Traffic
 from flopmeter.launch.fusion.upcasts import with_upcasts
 from flopmeter.launch.fusion.zero_gradients import with_zero_gradients
 from flopmeter.records import RANDOM, Cost, Kernel, Life, MatmulWork, Op, Region, Reread, Trace, VectorWork
+from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.torch_names.operators import aten
 
 __all__ = [
@@ -168,7 +170,9 @@ def _fused_cost(
     main = max(parts, key=lambda part: part.bytes)
     largest = max((region.nbytes for part in parts for region in part.reads), default=0)
     op_class = slowest_class([part.op_class for part in parts]) or main.op_class
-    walk = _walk_of(loops, min(largest, bytes_read), bytes_written, is_softmax=is_softmax) if loops else ()
+    walk = _walk_of(loops, min(largest, bytes_read), bytes_written) if loops else ()
+    dtype = max(parts, key=lambda part: (part.flops, part.bytes)).dtype
+    accesses = int((bytes_read + bytes_written) / item_bytes_of(dtype))  # each a load or a store
     return replace(
         main,
         name=name_of(part.name for part in parts),
@@ -176,18 +180,27 @@ def _fused_cost(
         flops_by_class=flops_of(op_class, (part.flops_by_class for part in parts)),
         reads=(Region(None, bytes_read),),
         writes=(Region(None, bytes_written),),
-        dtype=max(parts, key=lambda part: (part.flops, part.bytes)).dtype,
+        dtype=dtype,
         transcendentals=sum(part.transcendentals for part in parts),
         fused_multiply_add=all(part.fused_multiply_add for part in parts if part.flops),
         access="fused",
-        work=vector_work(walk, random_numbers),
+        work=vector_work(walk, random_numbers, _instructions(parts, loops, is_softmax=is_softmax) + accesses),
     )
 
 
-def _walk_of(loops: Loops, read_bytes: int, bytes_written: int, *, is_softmax: bool) -> tuple[Reread, ...]:
+def _instructions(parts: tuple[Cost, ...], loops: Loops | None, *, is_softmax: bool) -> int:
+    """Of all threads. A softmax over rows that registers do not hold takes its maximum and sum in one pass."""
+    of_softmax = 0
+    if is_softmax and loops is not None and loops.reduced > HELD_ROW_ELEMENTS:
+        with_cast = OF_REDUCTIONS["online_softmax_reduce"][1] + 1
+        of_softmax = with_cast * loops.kept * loops.reduced
+    return of_softmax + sum(of_eager_op(part) for part in parts if not (of_softmax and part.name in _SOFTMAXES))
+
+
+def _walk_of(loops: Loops, read_bytes: int, bytes_written: int) -> tuple[Reread, ...]:
     splits = splits_of(loops)
     rows, reduced = loops.kept * splits, ceil(loops.reduced / splits)
-    return walk_of(rows, reduced, read_bytes, bytes_written, is_inner=loops.is_inner, is_softmax=is_softmax)
+    return walk_of(rows, reduced, read_bytes, bytes_written, is_inner=loops.is_inner)
 
 
 def padded(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:

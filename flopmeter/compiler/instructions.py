@@ -1,0 +1,90 @@
+"""How many instructions a GPU runs for the loops of a kernel that inductor writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from flopmeter.compiler.loops import is_inner
+from flopmeter.compiler.regions import Sizes
+from flopmeter.costs.fused import HELD_ROW_ELEMENTS
+from flopmeter.costs.instructions import OF_OPS, OF_REDUCTIONS, WITHOUT
+from flopmeter.records.powers_of_two import power_of_two_from
+
+
+def instructions(node: Any, reduced: int, sizes: Sizes) -> int:
+    """Of all threads of the kernel. What is the same for all that a reduction combines (`reduced` elements) is computed
+    once; what is repeated over other dimensions, such as the cosine of a position for each head, again for each.
+
+    Rows that registers hold are filled up to a power of two. If their elements are no neighbours in memory, a thread
+    has one of each of its rows, and shares nothing."""
+    is_held = reduced <= HELD_ROW_ELEMENTS
+    filled = power_of_two_from(reduced) / reduced if is_held and reduced > 1 else 1.0
+    shares = not is_held or is_inner(node)
+    total = 0
+    written: set[str] = set()
+    seen: set[str] = set()
+    for part in node.get_nodes():
+        body = getattr(part, "_body", None)
+        if body is None:
+            continue
+        rows = _row_variables(body, reduced, sizes) if shares else set()
+        loop = _Loop(body, rows, written, is_held=is_held)
+        if body.reduce_vars and loop.text in seen:
+            continue  # a mean and a variance are two results of one loop
+        seen.add(loop.text)
+        elements = prod(sizes(size) for sizes_of_loop in part.get_ranges() for size in sizes_of_loop)
+        total += elements * loop.instructions()
+        written |= set(part.get_buffer_names())
+    return int(filled * total)
+
+
+def _row_variables(body: Any, reduced: int, sizes: Sizes) -> set[Any]:
+    """The variables that stay the same along a row; none in a kernel without reductions, whose loops are one."""
+    if body.reduce_vars:
+        return set(body.iter_vars)
+    inner, variables = 1, list(body.iter_vars)
+    while variables and inner < reduced:
+        inner *= sizes(body.var_ranges[variables.pop()])
+    return set(variables) if reduced > 1 else set()
+
+
+class _Loop:
+    """One loop of a kernel. `written`: the buffers of loops before it, whose elements are still in registers."""
+
+    def __init__(self, body: Any, rows: set[Any], written: set[str], *, is_held: bool):
+        self._body, self._rows, self._written, self._is_held = body, rows, written, is_held
+        self._moves: dict[Any, bool] = {}  # whether a node differs along a row
+
+    @property
+    def text(self) -> str:
+        """The same for loops that compute the same."""
+        ops = [(str(node.target), *map(str, node.args[1:])) for node in self._body.root_block.graph.nodes]
+        return str([op for op in ops if not op[0].startswith(("store", "getitem"))] + [self._body.indexing_exprs])
+
+    def instructions(self) -> int:
+        """For an element."""
+        return sum(self._counts(self._body.root_block.graph))
+
+    def _counts(self, graph: Any) -> Iterator[int]:
+        for node in graph.nodes:
+            target = str(node.target)
+            self._moves[node] = not self._rows or self._differs(node, target)
+            if target in self._body.subblocks:  # of elements under a mask
+                yield from self._counts(self._body.subblocks[target].graph)
+            elif node.op == "call_method" and self._moves[node]:
+                yield self._of_op(target, node)
+
+    def _differs(self, node: Any, target: str) -> bool:
+        if target == "get_index":
+            return bool(self._body.indexing_exprs[node.args[0]].free_symbols - self._rows)
+        return target in self._body.subblocks or any(self._moves.get(each, False) for each in node.all_input_nodes)
+
+    def _of_op(self, op: str, node: Any) -> int:
+        if op in WITHOUT or op == "output" or (op == "load" and node.args[1] in self._written):
+            return 0
+        if op == "reduction":
+            held, looped = next((OF_REDUCTIONS[each] for each in node.args if each in OF_REDUCTIONS), (1, 1))
+            return held if self._is_held else looped
+        return OF_OPS.get(op, 1)
