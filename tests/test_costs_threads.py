@@ -83,7 +83,8 @@ LONG = 2**17  # elements of a row that no registers hold
     ("reduced", "written", "is_inner", "reads"),
     [
         (1, 40, True, None),  # nothing is reduced
-        (1024, 40 * 1024, False, None),  # a walk across rows that one pass does
+        (64, 40 * 64, False, None),  # a walk across rows that one pass does
+        (65, 40 * 65, False, (40 * 65, 0)),
         (1024, 40 * 1024, True, (0, 1)),
         (LONG, 40, True, (0, 1)),  # it writes one number a row: one pass
         (LONG, 40, False, None),

@@ -8,7 +8,7 @@ from typing import Any
 
 from flopmeter.compiler.loops import is_inner
 from flopmeter.compiler.regions import Sizes
-from flopmeter.costs.fused import HELD_ROW_ELEMENTS
+from flopmeter.costs.fused import is_held
 from flopmeter.costs.instructions import OF_OPS, OF_REDUCTIONS, WITHOUT
 from flopmeter.records.powers_of_two import power_of_two_from
 
@@ -19,9 +19,10 @@ def instructions(node: Any, reduced: int, sizes: Sizes) -> int:
 
     Rows that registers hold are filled up to a power of two. If their elements are no neighbours in memory, a thread
     has one of each of its rows, and shares nothing."""
-    is_held = reduced <= HELD_ROW_ELEMENTS
-    filled = power_of_two_from(reduced) / reduced if is_held and reduced > 1 else 1.0
-    shares = not is_held or is_inner(node)
+    inner = is_inner(node)
+    held = is_held(reduced, is_inner=inner)
+    filled = power_of_two_from(reduced) / reduced if held and reduced > 1 else 1.0
+    shares = inner or not held
     total = 0
     written: set[str] = set()
     seen: set[str] = set()
@@ -30,7 +31,7 @@ def instructions(node: Any, reduced: int, sizes: Sizes) -> int:
         if body is None:
             continue
         rows = _row_variables(body, reduced, sizes) if shares else set()
-        loop = _Loop(body, rows, written, is_held=is_held)
+        loop = _Loop(body, rows, written, is_held=held)
         if body.reduce_vars and loop.text in seen:
             continue  # a mean and a variance are two results of one loop
         seen.add(loop.text)

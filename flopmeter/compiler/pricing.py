@@ -9,7 +9,7 @@ import torch
 
 from flopmeter.compiler.plan import compiled_kernel
 from flopmeter.costs import make_cost
-from flopmeter.costs.fused import flops_of, slowest_class, vector_work, walk_of
+from flopmeter.costs.fused import flops_of, grid_of, slowest_class, vector_work, walk_of
 from flopmeter.costs.rules import rule
 from flopmeter.records import MOVEMENT, UNCOUNTED, Call, CompiledKernel, Cost, Reread
 
@@ -31,7 +31,10 @@ def fused(call: Call) -> Cost:
         transcendentals=sum(origin.transcendentals for origin in kernel.origins),
         conversions=_conversions(kernel) if any(count for _, count in flops) else 0,
         work=vector_work(
-            _walk_of(kernel), sum(origin.random_numbers for origin in kernel.origins), kernel.instructions
+            _walk_of(kernel),
+            grid_of(kernel.rows, kernel.reduced, is_inner=kernel.is_inner),
+            sum(origin.random_numbers for origin in kernel.origins),
+            kernel.instructions,
         ),
     )
 

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 
 from flopmeter.costs.index_arithmetic import RANDOM_OPERATIONS
-from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION, Reread, VectorWork
+from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION, Reread, ThreadGrid, VectorWork
 from flopmeter.records.powers_of_two import power_of_two_from
 
 MOST_NAMES = 6  # of ops, in a kernel's name
-# Inductor holds rows of up to this many elements in registers (should_use_persistent_reduction in
-# torch/_inductor/choices.py); longer ones are read again by what follows their reduction in the kernel.
-HELD_ROW_ELEMENTS = 1024
+# Inductor holds rows of up to this many elements in registers, fewer where these are no neighbours in memory
+# (should_use_persistent_reduction in torch/_inductor/choices.py). Longer ones are read again by what follows their
+# reduction in the kernel.
+_HELD_ELEMENTS, _HELD_ELEMENTS_APART = 1024, 64
 
 # Elements of a row that a block takes at a time, and those of a thread (_reduction_configs and triton_config_reduction
 # in runtime/triton_heuristics.py: 16 warps for 2,048 elements). The threads of a warp combine their results in five
@@ -25,15 +26,21 @@ _ROW_BLOCK = 2048
 _ELEMENTS_OF_THREAD = 4
 _COMBINING = 18
 
+# Rows whose elements are no neighbours go through a block of 4 warps 64 at a time, 8 elements in each step
+# (`outer_config` in runtime/triton_heuristics.py). No step is loaded before the last one has been computed with.
+_ROWS_OF_BLOCK, _ELEMENTS_OF_STEP, _BLOCK_THREADS = 64, 8, 128
+
 # `rand` keeps one of the four numbers that ten rounds of Philox make (triton/language/random.py); torch's own kernels
 # use all four.
 _RANDOM_OPERATIONS = 4 * RANDOM_OPERATIONS
 
 
-def vector_work(rereads: tuple[Reread, ...], random_numbers: int, instructions: int = 0) -> VectorWork:
+def vector_work(
+    rereads: tuple[Reread, ...], grid: ThreadGrid | None, random_numbers: int, instructions: int
+) -> VectorWork:
     """Of a kernel that draws so many random numbers. It computes no addresses, since sizes are its constants."""
     drawn = _RANDOM_OPERATIONS * random_numbers
-    return VectorWork(rereads, drawn, random_numbers=random_numbers, instructions=instructions)
+    return VectorWork(rereads, drawn, grid, random_numbers=random_numbers, instructions=instructions)
 
 
 def name_of(ops: Iterable[str]) -> str:
@@ -58,16 +65,28 @@ def flops_of(op_class: str, parts: Iterable[Iterable[tuple[str, int]]]) -> tuple
     return tuple((name, count) for name, count in flops.items() if count or name == op_class)
 
 
+def is_held(reduced: int, *, is_inner: bool) -> bool:
+    """Whether registers hold the rows that a kernel reduces."""
+    return reduced <= (_HELD_ELEMENTS if is_inner else _HELD_ELEMENTS_APART)
+
+
+def grid_of(rows: int, reduced: int, *, is_inner: bool) -> ThreadGrid | None:
+    """How threads step through rows that registers do not hold, if their elements are no neighbours in memory."""
+    if is_inner or is_held(reduced, is_inner=False):
+        return None
+    return ThreadGrid(ceil(rows / _ROWS_OF_BLOCK), _BLOCK_THREADS, ceil(reduced / _ELEMENTS_OF_STEP))
+
+
 def walk_of(rows: int, reduced: int, read_bytes: int, bytes_written: int, *, is_inner: bool) -> tuple[Reread, ...]:
     """How a kernel walks the rows that it reduces; its largest input has so many bytes. If they are too long for
     registers and it writes as much as it reads, it reads again for the result what it read for the reduction."""
     if reduced <= 1 or not rows:
         return ()
-    is_held = reduced <= HELD_ROW_ELEMENTS or bytes_written < read_bytes // 2
-    if is_held and not is_inner:
+    reads_once = is_held(reduced, is_inner=is_inner) or bytes_written < read_bytes // 2
+    if reads_once and not is_inner:
         return ()  # what bounds other walks than along rows is not known here
     block = min(power_of_two_from(reduced), _ROW_BLOCK)
-    passes = 1 if is_held else 2
+    passes = 1 if reads_once else 2
     accesses = passes * ceil(reduced / block) if is_inner else 0
     threads = max(1, block // _ELEMENTS_OF_THREAD)
     again, of_row = (passes - 1) * read_bytes, read_bytes // rows

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from flopmeter.costs import make_cost
-from flopmeter.costs.fused import HELD_ROW_ELEMENTS, flops_of, name_of, slowest_class, vector_work, walk_of
+from flopmeter.costs.fused import flops_of, grid_of, is_held, name_of, slowest_class, vector_work, walk_of
 from flopmeter.costs.instructions import OF_REDUCTIONS, of_eager_op
 from flopmeter.launch.fusion.atomics import with_atomic_additions
 from flopmeter.launch.fusion.dataflow import flow_of
@@ -45,7 +45,7 @@ from flopmeter.launch.fusion.roles import OPAQUE, Loops, splits_of
 from flopmeter.launch.fusion.traffic import Traffic
 from flopmeter.launch.fusion.upcasts import with_upcasts
 from flopmeter.launch.fusion.zero_gradients import with_zero_gradients
-from flopmeter.records import RANDOM, Cost, Kernel, Life, MatmulWork, Op, Region, Reread, Trace, VectorWork
+from flopmeter.records import RANDOM, Cost, Kernel, Life, MatmulWork, Op, Region, Reread, ThreadGrid, Trace, VectorWork
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.torch_names.operators import aten
 
@@ -170,7 +170,7 @@ def _fused_cost(
     main = max(parts, key=lambda part: part.bytes)
     largest = max((region.nbytes for part in parts for region in part.reads), default=0)
     op_class = slowest_class([part.op_class for part in parts]) or main.op_class
-    walk = _walk_of(loops, min(largest, bytes_read), bytes_written) if loops else ()
+    walk, grid = _walk_of(loops, min(largest, bytes_read), bytes_written) if loops else ((), None)
     dtype = max(parts, key=lambda part: (part.flops, part.bytes)).dtype
     accesses = int((bytes_read + bytes_written) / item_bytes_of(dtype))  # each a load or a store
     return replace(
@@ -184,23 +184,24 @@ def _fused_cost(
         transcendentals=sum(part.transcendentals for part in parts),
         fused_multiply_add=all(part.fused_multiply_add for part in parts if part.flops),
         access="fused",
-        work=vector_work(walk, random_numbers, _instructions(parts, loops, is_softmax=is_softmax) + accesses),
+        work=vector_work(walk, grid, random_numbers, _instructions(parts, loops, is_softmax=is_softmax) + accesses),
     )
 
 
 def _instructions(parts: tuple[Cost, ...], loops: Loops | None, *, is_softmax: bool) -> int:
     """Of all threads. A softmax over rows that registers do not hold takes its maximum and sum in one pass."""
     of_softmax = 0
-    if is_softmax and loops is not None and loops.reduced > HELD_ROW_ELEMENTS:
+    if is_softmax and loops is not None and not is_held(loops.reduced, is_inner=loops.is_inner):
         with_cast = OF_REDUCTIONS["online_softmax_reduce"][1] + 1
         of_softmax = with_cast * loops.kept * loops.reduced
     return of_softmax + sum(of_eager_op(part) for part in parts if not (of_softmax and part.name in _SOFTMAXES))
 
 
-def _walk_of(loops: Loops, read_bytes: int, bytes_written: int) -> tuple[Reread, ...]:
+def _walk_of(loops: Loops, read_bytes: int, bytes_written: int) -> tuple[tuple[Reread, ...], ThreadGrid | None]:
     splits = splits_of(loops)
     rows, reduced = loops.kept * splits, ceil(loops.reduced / splits)
-    return walk_of(rows, reduced, read_bytes, bytes_written, is_inner=loops.is_inner)
+    walk = walk_of(rows, reduced, read_bytes, bytes_written, is_inner=loops.is_inner)
+    return walk, grid_of(rows, reduced, is_inner=loops.is_inner)
 
 
 def padded(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
