@@ -31,7 +31,7 @@ def instructions(node: Any, reduced: int, sizes: Sizes) -> int:
         if body is None:
             continue
         rows = _row_variables(body, reduced, sizes) if shares else set()
-        loop = _Loop(body, rows, written, is_held=held)
+        loop = _CountedLoop(body, rows, written, is_held=held)
         if body.reduce_vars and loop.text in seen:
             continue  # a mean and a variance are two results of one loop
         seen.add(loop.text)
@@ -51,7 +51,7 @@ def _row_variables(body: Any, reduced: int, sizes: Sizes) -> set[Any]:
     return set(variables) if reduced > 1 else set()
 
 
-class _Loop:
+class _CountedLoop:
     """One loop of a kernel. `written`: the buffers of loops before it, whose elements are still in registers."""
 
     def __init__(self, body: Any, rows: set[Any], written: set[str], *, is_held: bool):
