@@ -538,6 +538,7 @@ def test_flex_attention_outside_of_torch_compile_is_advised_to_be_compiled_first
 
 def test_a_step_of_flex_attention_whose_tensors_outlive_it_is_advised_too():
     """What the last step made is freed after two calls of another module."""
+
     class Attending(nn.Linear):
         def forward(self, x):
             return super().forward(flex_attention(x, x, x))

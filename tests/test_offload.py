@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -66,3 +70,39 @@ def test_what_the_program_reads_on_the_host_is_listed():
         host = torch.randn(4, device="cuda").cpu()
         assert host.tolist() == [1.0] * 4
     assert len(device.report().step.assumptions) == 1
+
+
+def offloaded(move_back: Callable[[nn.Linear], object]) -> RunReport:
+    """Steps of a layer that is on the device only while it runs, as enable_model_cpu_offload has it."""
+    with flopmeter.cuda(A100) as device, torch.no_grad():
+        layer, x = nn.Linear(4096, 4096, bias=False), torch.randn(64, 4096, device="cuda")
+        for _ in range(3):
+            layer.cuda()
+            result = layer(x)
+            move_back(layer)
+            layer.cuda()
+            assert layer(result).sum().item() == 1.0  # as unknown as it was, so the stand-in of one number
+    return device.report()
+
+
+def _weight_by_weight(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data.to("cpu")
+
+
+@pytest.mark.parametrize("move_back", [nn.Module.cpu, lambda layer: layer.to("cpu"), _weight_by_weight])
+def test_weights_that_go_to_the_host_with_their_module_or_come_back_were_not_read(move_back):
+    (told,) = offloaded(move_back).step.assumptions
+    assert told.count("test_offload.py") == 1  # the sum alone
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux how much memory the process has")
+def test_a_model_that_is_offloaded_takes_no_memory_of_this_machine():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    with flopmeter.cuda(A100), torch.no_grad():
+        layer = nn.Linear(16384, 16384, bias=False, device="cuda")  # 1.07 GB
+        before = resident()
+        layer.cpu()
+        assert layer.weight.device.type == "cpu"
+        assert resident() - before < 100e6
