@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import flopmeter
+from flopmeter import Report
 from flopmeter.run.report import RunReport
 
 A100 = flopmeter.load_hardware("a100-sxm4-80gb")
@@ -106,3 +107,59 @@ def test_a_model_that_is_offloaded_takes_no_memory_of_this_machine():
         layer.cpu()
         assert layer.weight.device.type == "cpu"
         assert resident() - before < 100e6
+
+
+def inferred(offload: Callable[[nn.Linear], object] | None, memory_gb: float = 80.0) -> Report:
+    """8 layers of 134 MB, each of which is on the device only while it runs, if they are offloaded."""
+    with flopmeter.cuda(dataclasses.replace(A100, memory_gb=memory_gb)) as device, torch.no_grad():
+        model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16) for _ in range(8)))
+        if offload is None:
+            model.cuda()
+        else:
+            for layer in model:
+                offload(layer)
+        for _ in range(3):
+            model(torch.randn(1024, 8192, device="cuda", dtype=torch.bfloat16))
+    return device.report().step
+
+
+def _there_and_back(layer: nn.Linear) -> None:
+    layer.register_forward_pre_hook(lambda module, args: _move(module, "cuda"))
+    layer.register_forward_hook(lambda module, args, result: _move(module, "cpu"))
+
+
+def _one_way(layer: nn.Linear) -> None:
+    layer.waiting = layer.weight.data
+    layer.register_forward_pre_hook(lambda module, args: _give(module, module.waiting.to("cuda")))
+    layer.register_forward_hook(lambda module, args, result: _give(module, module.waiting))
+
+
+def _move(module: nn.Linear, device: str) -> None:
+    module.to(device)
+
+
+def _give(module: nn.Linear, weight: torch.Tensor) -> None:
+    module.weight.data = weight
+
+
+WAITING, PINNED = "moved to the device once", "their memory pinned, and .to(device, non_blocking=True)"
+
+
+@pytest.mark.parametrize("offload", [_there_and_back, _one_way])
+def test_weights_that_wait_on_the_host_are_advised_to_stay_on_the_device_first(offload):
+    """Where it has room, to the time of the program without their offload. Of memory that is pinned they are told next,
+    and not that results should be smaller."""
+    step = inferred(offload)
+    first, *others = step.advice
+    assert first.remedy.startswith(WAITING)
+    assert first.run_seconds_then == pytest.approx(inferred(None).seconds, rel=0.05)
+    remedies = [each.remedy for each in others]
+    assert PINNED in remedies
+    assert not [each for each in remedies if each.startswith(("make it smaller", "the tensor made on the device"))]
+
+
+def test_where_the_device_has_no_room_for_the_weights_they_are_told_to_be_pinned():
+    """0.6 GB are the process's; of 1.07 GB of weights 0.3 fit."""
+    remedies = [each.remedy for each in inferred(_one_way, memory_gb=0.95).advice]
+    assert PINNED in remedies
+    assert not [each for each in remedies if each.startswith(WAITING)]

@@ -1,4 +1,4 @@
-"""What the device sends to the host."""
+"""What goes between the device and the host."""
 
 from __future__ import annotations
 
@@ -32,3 +32,30 @@ def values_read(trace: Trace) -> set[int]:
 
 def _is_of_one_value(op: Op) -> bool:
     return all(spec.numel == 1 for spec in op.call.outputs)
+
+
+def brought_again(trace: Trace) -> tuple[set[int], set[int]]:
+    """The ops of modules that copy to the device what was on the host before the step, such as offloaded weights, and
+    those that send it back."""
+    brought, returned, on_device = set[int](), set[int](), set[int]()
+    for index, op in enumerate(trace.ops):
+        source, target = ends_of(op)
+        if source is None or target is None:
+            continue
+        is_here, waited = target[0] == trace.device, source[0] == "cpu" and trace.storages[source[1]].born < 0
+        if is_here and waited and op.module:
+            brought.add(index)
+            on_device.add(target[1])
+        elif target[0] == "cpu" and source[1] in on_device:
+            returned.add(index)
+    return brought, returned
+
+
+def ends_of(op: Op) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+    """Device and storage of what a copy between devices reads, and of what it writes."""
+    ends = [*op.inputs, *op.outputs]
+    if len({spec.device for spec in ends}) < 2:
+        return None, None
+    target = op.outputs[0] if op.outputs else op.inputs[0]
+    source = next((spec for spec in reversed(op.inputs) if spec.device != target.device), None)
+    return source and (source.device, source.storage), (target.device, target.storage)
