@@ -163,3 +163,17 @@ def test_where_the_device_has_no_room_for_the_weights_they_are_told_to_be_pinned
     remedies = [each.remedy for each in inferred(_one_way, memory_gb=0.95).advice]
     assert PINNED in remedies
     assert not [each for each in remedies if each.startswith(WAITING)]
+
+
+def test_a_frame_of_a_video_that_waits_on_the_host_is_another_one_in_each_step():
+    class Net(nn.Conv2d):
+        def forward(self, frame):
+            return super().forward(frame.cuda())
+
+    with flopmeter.cuda(A100) as device, torch.no_grad():
+        net, video = Net(3, 8, 3).cuda(), torch.zeros(4, 3, 1024, 1024)
+        for frame in video:
+            net(frame)
+    remedies = [each.remedy for each in device.report().step.advice]
+    assert "the tensor made on the device, or moved there once, outside of forward" in remedies
+    assert not [each for each in remedies if each.startswith(WAITING)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopmeter.records import Op, Trace
+from flopmeter.records import Op, Storage, Trace
 from flopmeter.torch_names.operators import aten
 
 
@@ -36,19 +36,23 @@ def _is_of_one_value(op: Op) -> bool:
 
 def brought_again(trace: Trace) -> tuple[set[int], set[int]]:
     """The ops of modules that copy to the device what was on the host before the step, such as offloaded weights, and
-    those that send it back."""
+    those that send it back. A part of a storage, such as a frame of a video, may be another one in each step."""
     brought, returned, on_device = set[int](), set[int](), set[int]()
     for index, op in enumerate(trace.ops):
         source, target = ends_of(op)
         if source is None or target is None:
             continue
-        is_here, waited = target[0] == trace.device, source[0] == "cpu" and trace.storages[source[1]].born < 0
-        if is_here and waited and op.module:
+        if target[0] == trace.device and _waited_whole(trace.storages[source[1]], op) and op.module:
             brought.add(index)
             on_device.add(target[1])
         elif target[0] == "cpu" and source[1] in on_device:
             returned.add(index)
     return brought, returned
+
+
+def _waited_whole(storage: Storage, op: Op) -> bool:
+    copied = max((spec.nbytes for spec in op.inputs if spec.device == "cpu"), default=0)
+    return storage.device == "cpu" and storage.born < 0 and copied >= storage.nbytes
 
 
 def ends_of(op: Op) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
