@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining.microbatch import _split_block_mask
 from torch.nn.attention.flex_attention import (
     AuxRequest,
@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import flopmeter
 from flopmeter import FlopMeter, Report, on_meta
 from flopmeter.costs import kernels_of
 from flopmeter.costs.contractions.attention import visible_pairs
@@ -533,6 +534,24 @@ def test_flex_attention_outside_of_torch_compile_is_advised_to_be_compiled_first
     assert first.remedy == "torch.compile(flex_attention), which is one kernel"
     assert abs(first.run_seconds_then / attending(compiled).seconds - 1) < 0.1
     assert not [each for each in others if "there too" in each.remedy]
+
+
+def test_a_step_of_flex_attention_whose_tensors_outlive_it_is_advised_too():
+    """What the last step made is freed after two calls of another module."""
+
+    class Attending(nn.Linear):
+        def forward(self, x):
+            return super().forward(flex_attention(x, x, x))
+
+    with flopmeter.cuda("h100-sxm5-80gb") as device, torch.no_grad():
+        model = Attending(64, 64, device="cuda", dtype=torch.bfloat16)
+        decoder = nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(1, 8, 2048, 64, device="cuda", dtype=torch.bfloat16)
+        for _ in range(4):
+            made = model(x)
+        decoded = decoder(decoder(made))
+        del made, x, decoded
+    assert device.report().step.advice[0].remedy == "torch.compile(flex_attention), which is one kernel"
 
 
 def test_a_function_of_torchs_that_a_program_compiles_is_told_by_the_programs_line():

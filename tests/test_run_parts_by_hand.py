@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,14 @@ from flopmeter.records import Storage
 from flopmeter.run import clocks
 from flopmeter.run.device_memory import DeviceMemory
 from flopmeter.run.graph_pools import GraphPool
-from flopmeter.run.step_parts import OutermostCall, Parts, parts_between, parts_of_rounds, with_what_recurs
+from flopmeter.run.step_parts import (
+    OutermostCall,
+    Parts,
+    leading_class,
+    parts_between,
+    parts_of_rounds,
+    with_what_recurs,
+)
 from flopmeter.run.updates import Optimizers, OwnUpdates
 from flopmeter.timing.peak_memory import CONTEXT_BYTES
 
@@ -100,6 +108,27 @@ def test_a_round_is_the_shortest_sequence_of_calls_that_comes_again_up_to_the_en
         assert found is None
     else:
         assert found == parts_between(start, ends, f"rounds of calls: {said}")
+
+
+def test_rounds_that_are_a_small_end_of_the_program_are_none():
+    """Three steps of 100 ops, and 12 tiles of two calls, of which one runs an op: the rounds are most of the program if
+    the other runs 50 ops, and not if it runs 10."""
+
+    def pipeline(ops_of_tile: int) -> list[OutermostCall]:
+        lengths = [("Teacher", 100)] * 3 + [("Other", 1), ("Decoder", ops_of_tile)] * 12
+        ends = list(accumulate(length for _, length in lengths))
+        return [call(name, end - length, end) for (name, length), end in zip(lengths, ends, strict=True)]
+
+    assert parts_of_rounds(pipeline(10)) is None
+    assert leading_class(pipeline(10)) == "Teacher"
+    assert parts_of_rounds(pipeline(50)).marked_by == "rounds of calls: Other, Decoder"
+
+
+def test_the_leading_class_runs_most_ops_of_those_that_are_called_again():
+    """A prompt of 900 ops once, a decoder of 50 ops 10 times, an embedding of one op 20 times."""
+    once, often = [call("Encoder", 0, 900)], [call("Other", 0, 1)] * 20
+    assert leading_class([*once, *often, *[call("Decoder", 0, 50)] * 10]) == "Decoder"
+    assert leading_class([*once, call("Decoder", 0, 50)]) == "Encoder"
 
 
 def updates(calls: list[tuple[str, int]], backward: set[int]) -> tuple[list[int | None], OwnUpdates]:

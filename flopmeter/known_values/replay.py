@@ -68,7 +68,7 @@ class Knowledge:
         # The calls that the last `run` made instead of the given one, as (func, args, kwargs); () if it made that one.
         self.ran: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = ()
         self.as_compared: WeakIdKeyDictionary = WeakIdKeyDictionary()  # unknown conditions, and what stand-ins answer
-        # Tensors of the host that are full of stand-ins, and what to call if they come back without being read.
+        # Storages of the host that are full of stand-ins, and what to call if they come back without being read.
         self.sent_unknown: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.masks_in_parts: dict[Any, Any] = {}  # BlockMasks that were evaluated: see trace/flex_blocks.py
         # `Call.groups` of the last `run`; None without groups, or if not known.

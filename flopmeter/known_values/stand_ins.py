@@ -12,21 +12,25 @@ computed from them alone is computed from their stand-ins too, so that one more 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from itertools import takewhile
 from linecache import getline
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flopmeter.known_values import assumptions
 from flopmeter.known_values.assumptions import Assumption
 from flopmeter.known_values.branches import answer_without_error
 from flopmeter.known_values.replay import Invocation, Knowledge
-from flopmeter.known_values.values import address, is_count, no_modes, spans_storage
+from flopmeter.known_values.values import PAGED_BYTES, address, is_count, no_modes, spans_storage
 from flopmeter.records.tensors import tensors_in
+from flopmeter.torch_names.frames import callers
 from flopmeter.torch_names.operators import aten_overloads as aten
 
 FLOAT, INTEGER, CONDITION = 1.0, 0, False
+_MOVES = {move.__code__ for move in (nn.Module.to, nn.Module.cpu)}  # of modules, with their weights and buffers
 
 
 def compared(known: Knowledge, call: Invocation) -> Any:
@@ -58,11 +62,27 @@ def of_number(known: Knowledge, number: Tensor, func: Any) -> float | int | bool
 
 
 def on_host(known: Knowledge, call: Invocation) -> Tensor:
-    """A copy of an unknown tensor on the host: of the same shape, full of stand-ins."""
+    """A copy of an unknown tensor on the host: of the same shape, full of stand-ins.
+
+    A module that moves there takes what it holds along, and nobody reads that. Large weights are left unwritten: a
+    model that is offloaded takes no memory of this machine.
+    """
     (source, *_), dtype = call.args, call.kwargs.get("dtype")
     with no_modes():
         target = torch.empty_like(source, dtype=dtype or source.dtype, device="cpu")
-    return _sent(known, source, target, call.func)
+    if not _moves_a_module():
+        return _sent(known, source, target, call.func)
+    _remember(known, target, None)
+    if target.nbytes < PAGED_BYTES:
+        with no_modes():
+            target.fill_(_stand_in(target.dtype))
+    return target
+
+
+def _moves_a_module() -> bool:
+    program = assumptions.program_frame()
+    frames = takewhile(lambda frame: frame is not program, callers())
+    return any(frame.f_code in _MOVES for frame in frames)
 
 
 def into_host(known: Knowledge, call: Invocation) -> Tensor:
@@ -76,17 +96,23 @@ def _sent(known: Knowledge, source: Tensor, target: Tensor, func: Any) -> Tensor
     stand_in = known.values.read(source) if known.values.has_stand_in(source) else torch.as_tensor(value, device="cpu")
     with no_modes():
         target.copy_(stand_in)
-    known.sent_unknown[target] = known.assume.taking_back(use)
+    _remember(known, target, known.assume.taking_back(use))
     return target
+
+
+def _remember(known: Knowledge, target: Tensor, take_back: Callable[[], None] | None) -> None:
+    """By storage: a weight that is offloaded is another tensor of it (`weight.data = ...`) when it comes back."""
+    if target.layout is torch.strided:
+        known.sent_unknown[target.untyped_storage()] = take_back
 
 
 def comes_back(known: Knowledge, source: Tensor) -> bool:
     """Whether a tensor that is copied to the device holds stand-ins of an unknown one, as activations do that wait on
     the host for the backward pass: the copy is unknown too, and that nobody reads them is no assumption."""
-    if source not in known.sent_unknown:
+    if source.layout is not torch.strided or (storage := source.untyped_storage()) not in known.sent_unknown:
         return False
-    take_back = known.sent_unknown[source]
-    known.sent_unknown[source] = None
+    take_back = known.sent_unknown[storage]
+    known.sent_unknown[storage] = None
     if take_back is not None:
         take_back()
     return True
@@ -103,10 +129,9 @@ def _noted(
     value: float | int | bool
     if dtype is torch.bool:
         rule, value = _of_condition(compared)
-    elif dtype.is_floating_point or dtype.is_complex:
-        rule, value = f"stand-in {FLOAT} for an unknown float", FLOAT
     else:
-        rule, value = f"stand-in {INTEGER} for an unknown integer", INTEGER
+        value = _stand_in(dtype)
+        rule = f"stand-in {value} for an unknown {'float' if value == FLOAT else 'integer'}"
     use = known.assume.note(rule, func)
     if use.count >= assumptions.MOST_TURNS:
         raise assumptions.EndlessLoopError(
@@ -114,6 +139,12 @@ def _noted(
             "another answer never ends. Bound its turns, as in `for _ in range(50)`"
         )
     return value, use
+
+
+def _stand_in(dtype: torch.dtype) -> float | int | bool:
+    if dtype is torch.bool:
+        return CONDITION
+    return FLOAT if dtype.is_floating_point or dtype.is_complex else INTEGER
 
 
 def _of_condition(compared: bool) -> tuple[str, bool]:

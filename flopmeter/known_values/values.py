@@ -26,6 +26,8 @@ MAX_ROUTED_ELEMENTS = 1 << 24
 # Stand-ins of unknown integers are kept apart up to this size: counts and lengths of a batch, tokens that a draft
 # proposes. An op on them takes microseconds on the CPU.
 MAX_COUNTS = 1 << 12
+# From here on the C library asks the system for memory of its own, which is zero, and takes none until it is written.
+PAGED_BYTES = 32 * 1024 * 1024
 
 
 def is_small(tensor: Tensor, most: int = MAX_ELEMENTS) -> bool:

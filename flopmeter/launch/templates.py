@@ -26,7 +26,8 @@ def with_templates(trace: Trace) -> Trace:
     places.append(len(ops))  # the end of the trace
 
     def moved(index: int) -> int:
-        return places[index] if index >= 0 else index
+        """Of a storage's birth or death, which in a part of a longer trace may come after the end."""
+        return places[min(index, len(trace.ops))] if index >= 0 else index
 
     def life(number: int, storage: Storage) -> Storage:
         """A storage that only ops within a run used is not made at all: it dies where it is born."""

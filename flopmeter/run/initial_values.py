@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from flopmeter.known_values.values import PAGED_BYTES
 from flopmeter.run.device import NamedCuda, allowed_on_lazy_parameters
 from flopmeter.run.patches import Patch
 
 MOST_DRAWN_BYTES = 1 << 30  # of a program's large weights: the first ones are drawn, as a small model is
-LEAST_BYTES = 32 * 1024 * 1024  # from here on the C library asks the system for memory of its own, which is zero
 _CASTS = ("to", "half", "bfloat16", "float", "double")
 _DRAWS = ("uniform_", "normal_", "trunc_normal_")
 
@@ -77,7 +77,7 @@ class InitialValues:
         """Whether it is a large plain tensor on the CPU."""
         if not self._named.is_open or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             return False
-        return tensor.layout is torch.strided and tensor.nbytes >= LEAST_BYTES
+        return tensor.layout is torch.strided and tensor.nbytes >= PAGED_BYTES
 
     def _leave_out(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

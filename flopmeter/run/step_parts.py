@@ -76,15 +76,31 @@ def with_what_recurs(start: int, ends: Sequence[int], calls: Sequence[OutermostC
 
 def parts_of_rounds(calls: Sequence[OutermostCall]) -> Parts | None:
     """The parts of a program that only infers, with several calls a round, such as an encoder's and a decoder's. None:
-    each call is a round of its own."""
+    each call is a round of its own, or the rounds are a small end of the program, as the tiles of a decoder after the
+    steps of a diffusion model."""
     found = _rounds([call.module for call in calls])
     if found is None:
         return None
     start, length = found
+    if _ops_of(calls[:start]) > _ops_of(calls[start:]):
+        return None
     times = Counter(call.name for call in calls[start : start + length])
     names = ", ".join(name if times[name] == 1 else f"{name} ×{times[name]}" for name in times)
     ends = [call.ops.stop for call in calls[start + length - 1 :: length]]
     return parts_between(calls[start].ops.start, ends, f"rounds of calls: {names}")
+
+
+def leading_class(calls: Sequence[OutermostCall]) -> str:
+    """The class whose calls are the steps of a program that calls several without rounds: of those that it calls again,
+    the one that runs most ops."""
+    calls_of: dict[str, list[OutermostCall]] = {}
+    for call in calls:
+        calls_of.setdefault(call.name, []).append(call)
+    return max(calls_of, key=lambda name: (len(calls_of[name]) > 1, _ops_of(calls_of[name])))
+
+
+def _ops_of(calls: Sequence[OutermostCall]) -> int:
+    return sum(len(call.ops) for call in calls)
 
 
 def _rounds(modules: list[object]) -> tuple[int, int] | None:

@@ -24,7 +24,6 @@ import importlib
 import time
 import weakref
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -39,7 +38,14 @@ from torch.utils.checkpoint import CheckpointFunction
 from flopmeter.records import DEFAULT_STREAM
 from flopmeter.run.own_code import OwnCode
 from flopmeter.run.patches import Patch, applied
-from flopmeter.run.step_parts import OutermostCall, Parts, parts_between, parts_of_rounds, with_what_recurs
+from flopmeter.run.step_parts import (
+    OutermostCall,
+    Parts,
+    leading_class,
+    parts_between,
+    parts_of_rounds,
+    with_what_recurs,
+)
 from flopmeter.run.streams import CudaGraph
 from flopmeter.run.updates import Optimizers, OwnUpdates
 from flopmeter.torch_names.frames import callers
@@ -197,7 +203,7 @@ class Steps:
         calls = [call for call in self._calls if call.learns and trains] or self._calls
         if self._marker == AUTO and (found := parts_of_rounds(calls)):
             return found
-        name, _ = Counter(call.name for call in calls).most_common(1)[0]
+        name = leading_class(calls)
         ends = [call.ops.stop for call in calls if call.name == name]
         return parts_between(self._calls_start or 0, ends, f"calls of {name}")
 

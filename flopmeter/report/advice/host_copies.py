@@ -1,5 +1,6 @@
-"""Copies between the device and the host: of results, of batches, and of activations that wait there for the backward
-pass (`torch.autograd.graph.save_on_cpu`), over a link that may be the slowest part of a step."""
+"""Copies between the device and the host: of results, of batches, of activations that wait there for the backward pass
+(`torch.autograd.graph.save_on_cpu`) and of weights that wait for their module, over a link that may be the slowest part
+of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from flopmeter.records import Kernel, Op, Trace
 from flopmeter.report.advice.remedies import Proposal, everything, priced, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import with_ops
-from flopmeter.report.advice.sent import results_sent, values_read
+from flopmeter.report.advice.sent import brought_again, ends_of, results_sent, values_read
 from flopmeter.report.advice.spots import modules_and_lines
 from flopmeter.report.quantities import counted, with_prefix
 from flopmeter.report.report import Report
@@ -20,7 +21,7 @@ from flopmeter.timing.peak_memory import usable_bytes_if_known
 def copies_to_host(report: Report) -> Iterator[Proposal]:
     """Whole tensors that go to the host, which most programs read for a few figures."""
     trace = trace_of(report)
-    sends = results_sent(trace) - values_read(trace)
+    sends = results_sent(trace) - values_read(trace) - brought_again(trace)[1]
     by_op = {id(trace.ops[index]) for index in sends}
     copies = [kernel for kernel in report.kernels if kernel.cost.link_bytes and id(kernel.op) in by_op]
     if copies:
@@ -35,12 +36,38 @@ def copies_to_host(report: Report) -> Iterator[Proposal]:
 @remedy
 def blocking_copies(report: Report) -> Iterator[Proposal]:
     """Copies to the device from memory that is not pinned: the host copies it first, or waits until they are done.
-    Outside of modules they are batches; a module that copies has made a tensor on the host."""
-    copies = [kernel for kernel in report.kernels if _is_blocking_copy(kernel, trace_of(report).device)]
+    Outside of modules they are batches; in a module it is a tensor made on the host, or weights that wait there."""
+    trace = trace_of(report)
+    copies = [kernel for kernel in report.kernels if _is_blocking_copy(kernel, trace.device)]
     outside = [kernel for kernel in copies if not kernel.op.module]
     yield from _not_waiting(report, outside, "DataLoader(pin_memory=True) and .to(device, non_blocking=True)")
+    again = {id(trace.ops[index]) for index in brought_again(trace)[0]}
     inside = [kernel for kernel in copies if kernel.op.module]
-    yield from _not_waiting(report, inside, "the tensor made on the device, or moved there once, outside of forward")
+    made = [kernel for kernel in inside if id(kernel.op) not in again]
+    yield from _not_waiting(report, made, "the tensor made on the device, or moved there once, outside of forward")
+    waiting = [kernel for kernel in inside if id(kernel.op) in again]
+    yield from _not_waiting(report, waiting, "their memory pinned, and .to(device, non_blocking=True)")
+
+
+@remedy
+def weights_on_the_host(report: Report) -> Iterator[Proposal]:
+    """What comes from the host whenever its module runs, as by the CPU offload of accelerate and diffusers, although
+    the device has room for it."""
+    trace, usable = trace_of(report), usable_bytes_if_known(report.hardware)
+    brought, returned = brought_again(trace)
+    if usable is None or not brought:
+        return
+    sources = {ends_of(trace.ops[index])[0]: _bytes(trace.ops[index]) for index in brought}
+    needed = report.memory.steady_peak_bytes + sum(sources.values())
+    if needed > usable:
+        return
+    again, back = with_prefix(sum(sources.values()), "B"), " and go back" if returned else ""
+    yield with_other_ops(
+        report, f"{again} come from the host again{back}, and memory has room: at most {with_prefix(needed, 'B')} of "
+        f"{with_prefix(usable, 'B')}",
+        "moved to the device once, outside of forward (weights: no CPU offload)",
+        {*brought, *returned},
+    )  # fmt: skip
 
 
 def _not_waiting(report: Report, copies: list[Kernel], remedy: str) -> Iterator[Proposal]:
@@ -99,7 +126,7 @@ def _there_and_back(trace: Trace) -> tuple[dict[int, int], dict[int, int]]:
     returned: dict[int, int] = {}
     sender: dict[int, int] = {}
     for index, op in enumerate(trace.ops):
-        source, target = _ends(op)
+        source, target = ends_of(op)
         if source is None or target is None:
             continue
         if source[0] == trace.device and target[0] == "cpu" and op.phase != "backward":
@@ -108,16 +135,6 @@ def _there_and_back(trace: Trace) -> tuple[dict[int, int], dict[int, int]]:
             returned[index] = source[1]
             sent[sender[source[1]]] = source[1]
     return sent, returned
-
-
-def _ends(op: Op) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
-    """Device and storage of what a copy between devices reads, and of what it writes."""
-    ends = [*op.inputs, *op.outputs]
-    if len({spec.device for spec in ends}) < 2:
-        return None, None
-    target = op.outputs[0] if op.outputs else op.inputs[0]
-    source = next((spec for spec in reversed(op.inputs) if spec.device != target.device), None)
-    return source and (source.device, source.storage), (target.device, target.storage)
 
 
 def _bytes(op: Op) -> int:

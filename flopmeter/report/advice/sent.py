@@ -1,8 +1,8 @@
-"""What the device sends to the host."""
+"""What goes between the device and the host."""
 
 from __future__ import annotations
 
-from flopmeter.records import Op, Trace
+from flopmeter.records import Op, Storage, Trace
 from flopmeter.torch_names.operators import aten
 
 
@@ -32,3 +32,34 @@ def values_read(trace: Trace) -> set[int]:
 
 def _is_of_one_value(op: Op) -> bool:
     return all(spec.numel == 1 for spec in op.call.outputs)
+
+
+def brought_again(trace: Trace) -> tuple[set[int], set[int]]:
+    """The ops of modules that copy to the device what was on the host before the step, such as offloaded weights, and
+    those that send it back. A part of a storage, such as a frame of a video, may be another one in each step."""
+    brought, returned, on_device = set[int](), set[int](), set[int]()
+    for index, op in enumerate(trace.ops):
+        source, target = ends_of(op)
+        if source is None or target is None:
+            continue
+        if target[0] == trace.device and _waited_whole(trace.storages[source[1]], op) and op.module:
+            brought.add(index)
+            on_device.add(target[1])
+        elif target[0] == "cpu" and source[1] in on_device:
+            returned.add(index)
+    return brought, returned
+
+
+def _waited_whole(storage: Storage, op: Op) -> bool:
+    copied = max((spec.nbytes for spec in op.inputs if spec.device == "cpu"), default=0)
+    return storage.device == "cpu" and storage.born < 0 and copied >= storage.nbytes
+
+
+def ends_of(op: Op) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+    """Device and storage of what a copy between devices reads, and of what it writes."""
+    ends = [*op.inputs, *op.outputs]
+    if len({spec.device for spec in ends}) < 2:
+        return None, None
+    target = op.outputs[0] if op.outputs else op.inputs[0]
+    source = next((spec for spec in reversed(op.inputs) if spec.device != target.device), None)
+    return source and (source.device, source.storage), (target.device, target.storage)
