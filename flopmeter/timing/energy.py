@@ -141,7 +141,7 @@ class KernelClocks:
 
     def __call__(self, cost: Cost, cached_bytes: float, ran: NamedKernel = UNNAMED) -> float:
         """The clock at which the kernel draws no more than the limit. `cached_bytes` and `ran`: see `kernels.price`."""
-        if not self._is_sustained or cost.collective is not None:
+        if not self._is_sustained:
             return 1.0
         key = cost, cached_bytes, ran
         if key not in self._known:
