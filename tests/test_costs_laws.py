@@ -124,6 +124,43 @@ def test_rows_that_repeat_are_computed_on_as_often(name):
     assert flops(lambda: OF_A_BATCH[name](repeated)) == flops(lambda: OF_A_BATCH[name](meta(5, 9)))
 
 
+# Functions of four images, and of the gradient that autograd hands back.
+OF_IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch norm": lambda x: F.batch_norm(x, None, None, meta(4), meta(4), training=True),
+    "batch norm that is trained": lambda x: F.batch_norm(x, meta(4), meta(4), training=False),
+    "group norm": lambda x: F.group_norm(x, 2, meta(4), meta(4)),
+    "layer norm": lambda x: F.layer_norm(x, (8, 8), meta(8, 8), meta(8, 8)),
+    "log softmax": lambda x: x.log_softmax(1),
+    "average pooling": lambda x: F.avg_pool2d(x, 2),
+    "adaptive pooling": lambda x: F.adaptive_avg_pool2d(x, 3),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "bicubic, smoothed": lambda x: F.interpolate(x, size=(3, 3), mode="bicubic", antialias=True),
+    "variance": lambda x: x.var((2, 3)),
+    "norm": lambda x: x.norm(dim=(2, 3)),
+    "distance": lambda x: torch.dist(x, x + 1)[None],
+    "gelu": F.gelu,
+    "random slopes": lambda x: F.rrelu(x, training=True),
+    "error of squares": lambda x: F.mse_loss(x, x + 1, reduction="none"),
+    "entropy": lambda x: F.binary_cross_entropy_with_logits(x, x + 1, reduction="none"),
+    "Huber's error": lambda x: F.smooth_l1_loss(x, x + 1, reduction="none"),
+    "grid": lambda x: F.grid_sample(x, meta(5, 6, 6, 2), align_corners=False),
+}
+
+
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_images_that_repeat_are_computed_on_as_often_and_so_are_gradients(name):
+    """`sum().backward()` hands back one number, expanded."""
+    function = OF_IMAGES[name]
+    images = meta(5, 4, 8, 8)
+    assert flops(lambda: function(meta(1, 4, 8, 8).expand(5, 4, 8, 8))) == flops(lambda: function(images)) > 0
+    out = function(images.requires_grad_())
+    full, expanded = (
+        flops(lambda given=given: torch.autograd.grad(out, images, given, retain_graph=True))
+        for given in (torch.empty_like(out), meta().expand_as(out))
+    )
+    assert full == expanded > 0
+
+
 @given(rows=size, width=size)
 def test_in_place_is_read_once_and_written_once(rows, width):
     x = meta(rows, width)
