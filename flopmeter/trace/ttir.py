@@ -49,7 +49,6 @@ class Function:
 
     arguments: list[str]
     blocks: dict[str, list[Statement]]
-    given: dict[str, list[str]]  # the names of a block's own arguments
 
 
 _STATEMENT = re.compile(r'(?:(%[\w$.#:, %-]+?) = )?"?([a-z_]\w*(?:\.\w+)+)"?(.*)', re.DOTALL)
@@ -67,7 +66,7 @@ def parse(text: str) -> dict[str, Function]:
         line = _LOCATION.sub("", line).strip()
         if line.startswith("tt.func"):
             name, rest = re.match(r"tt\.func (?:\w+ )?@\"?([^\"(]+)\"?\((.*)", line).groups()  # type: ignore[union-attr]
-            function = functions[name] = Function(re.findall(r"(%\w+): ", rest), {"": []}, {})
+            function = functions[name] = Function(re.findall(r"(%\w+): ", rest), {"": []})
             open_regions = [function.blocks[""]]
         elif not line or line.startswith(("module", "#", "//")) or not open_regions:
             continue
@@ -79,13 +78,12 @@ def parse(text: str) -> dict[str, Function]:
                 if line.endswith("{"):
                     open_regions.append(_new_region(owner, ""))
         elif line.startswith("^bb"):
-            arguments = re.findall(r"(%\w+): ", line)
-            if len(open_regions) == 1:  # a block of the function
+            if len(open_regions) == 1:  # a block of the function, whose own arguments nobody knows
                 label = _LABEL.findall(line)[0]
-                function.given[label], function.blocks[label] = arguments, []
+                function.blocks[label] = []
                 open_regions = [function.blocks[label]]
             else:
-                open_regions[-2][-1].regions[-1][0].extend(arguments)
+                open_regions[-2][-1].regions[-1][0].extend(re.findall(r"(%\w+): ", line))
         else:
             _add_statement(line, open_regions)
     return functions
@@ -159,9 +157,6 @@ class _Interpreter:
         if not jump.name.startswith("cf."):
             return []
         targets = _LABEL.findall(jump.text)
-        for target in targets:
-            for name in function.given[target]:
-                values[name] = None
         if jump.name == "cf.br":
             return [(targets[0], 1)]
         condition = values.get(values_in(jump.text)[0])
