@@ -49,6 +49,7 @@ class Function:
 
     arguments: list[str]
     blocks: dict[str, list[Statement]]
+    given: dict[str, list[str]]  # the names of a block's own arguments
 
 
 _STATEMENT = re.compile(r'(?:(%[\w$.#:, %-]+?) = )?"?([a-z_]\w*(?:\.\w+)+)"?(.*)', re.DOTALL)
@@ -66,7 +67,7 @@ def parse(text: str) -> dict[str, Function]:
         line = _LOCATION.sub("", line).strip()
         if line.startswith("tt.func"):
             name, rest = re.match(r"tt\.func (?:\w+ )?@\"?([^\"(]+)\"?\((.*)", line).groups()  # type: ignore[union-attr]
-            function = functions[name] = Function(re.findall(r"(%\w+): ", rest), {"": []})
+            function = functions[name] = Function(re.findall(r"(%\w+): ", rest), {"": []}, {})
             open_regions = [function.blocks[""]]
         elif not line or line.startswith(("module", "#", "//")) or not open_regions:
             continue
@@ -78,12 +79,13 @@ def parse(text: str) -> dict[str, Function]:
                 if line.endswith("{"):
                     open_regions.append(_new_region(owner, ""))
         elif line.startswith("^bb"):
-            if len(open_regions) == 1:  # a block of the function, whose own arguments nobody knows
+            arguments = re.findall(r"(%\w+): ", line)
+            if len(open_regions) == 1:  # a block of the function
                 label = _LABEL.findall(line)[0]
-                function.blocks[label] = []
+                function.given[label], function.blocks[label] = arguments, []
                 open_regions = [function.blocks[label]]
             else:
-                open_regions[-2][-1].regions[-1][0].extend(re.findall(r"(%\w+): ", line))
+                open_regions[-2][-1].regions[-1][0].extend(arguments)
         else:
             _add_statement(line, open_regions)
     return functions
@@ -313,6 +315,11 @@ class _Interpreter:
 def values_in(text: str) -> list[str]:
     """The names of the values in a statement's text."""
     return _VALUE.findall(text.partition(" : ")[0])
+
+
+def values_of_jump(text: str) -> list[str]:
+    """The same of a jump, which has types behind the arguments of each block."""
+    return _VALUE.findall(text)
 
 
 def _shape(kind: str) -> list[int]:
