@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 size = st.integers(1, 12)
+aten = torch.ops.aten
 
 # Functions of a batch: twice the rows, twice the work, and twice the bytes of what depends on the rows.
 OF_A_BATCH: dict[str, Callable[[Tensor], Any]] = {
@@ -196,3 +197,43 @@ def test_an_op_over_lists_is_the_op_on_each(name):
 def test_a_scalar_may_come_before_the_list():
     (cost,) = costs_in(lambda: torch._foreach_pow(2.0, [meta(2, 3), meta(5)]))
     assert cost.flops == 11
+
+
+def norm_gradients(name: str, mask: list[bool]) -> int:
+    grad, x, ones, rows, groups = meta(8, 4, 6, 6), meta(8, 4, 6, 6), meta(4), meta(8, 1, 1, 1), meta(8, 2)
+    calls = {
+        "layer": lambda: aten.native_layer_norm_backward(grad, x, [4, 6, 6], rows, rows, x[0], x[0], mask),
+        "group": lambda: aten.native_group_norm_backward(grad, x, groups, groups, ones, 8, 4, 36, 2, mask),
+        "batch": lambda: aten.native_batch_norm_backward(
+            grad, x, ones, ones, ones, ones, ones, True, 1e-5, mask
+        ),
+        "batch that is trained": lambda: aten.native_batch_norm_backward(
+            grad, x, ones, ones, ones, ones, ones, False, 1e-5, mask
+        ),
+    }  # fmt: skip
+    return flops(calls[name])
+
+
+@pytest.mark.parametrize("name", ["layer", "group", "batch", "batch that is trained"])
+def test_the_gradients_of_a_norm_that_are_asked_for_add_up(name):
+    """Of frozen weights there are none."""
+    alone = [norm_gradients(name, [place == wanted for place in range(3)]) for wanted in range(3)]
+    assert min(alone) > 0
+    for mask in ([True, True, False], [True, False, True], [True, True, True]):
+        assert norm_gradients(name, mask) == sum(found for found, wanted in zip(alone, mask, strict=True) if wanted)
+
+
+# Of matrices and of their transposes: the longer side counts the same whichever it is.
+DECOMPOSED: dict[str, Callable[[Tensor], Any]] = {
+    "reduced svd": lambda x: torch.linalg.svd(x, full_matrices=False),
+    "singular values": torch.linalg.svdvals,
+    "pseudo-inverse": torch.linalg.pinv,
+}
+
+
+@pytest.mark.parametrize("name", DECOMPOSED)
+@pytest.mark.parametrize("sides", [(20, 30), (20, 33), (30, 600), (3, 20, 30), (3, 20, 33), (5, 5)])
+def test_a_matrix_and_its_transpose_decompose_alike(name, sides):
+    wide, high = (costs_in(lambda x=x: DECOMPOSED[name](x)) for x in (meta(*sides), meta(*sides).mT))
+    assert sum(cost.flops for cost in wide) == sum(cost.flops for cost in high)
+    assert sum(cost.work.kernels for cost in wide) == sum(cost.work.kernels for cost in high)
