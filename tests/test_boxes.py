@@ -86,6 +86,17 @@ def test_a_gradient_of_an_aligned_region_goes_to_four_neighbours_of_each_place(o
     assert report.uncounted == []
 
 
+@pytest.mark.parametrize(("ratio", "places"), [(3, 9), (1, 1), (2, 4), (0, 4), (-1, 4)])
+def test_the_square_of_the_sampling_ratio_is_how_many_places_a_bin_has(ops, ratio, places):
+    """0 and less depend on the boxes, whose values nobody knows: two by two are counted."""
+    image, box = torch.empty(1, 16, 50, 50, device="meta"), torch.empty(10, 5, device="meta")
+    with FlopMeter() as meter:
+        ops.roi_align(image, box, 1.0, 7, 7, ratio, False)
+    with FlopMeter() as backward:
+        ops._roi_align_backward(torch.empty(10, 16, 7, 7, device="meta"), box, 1.0, 7, 7, 1, 16, 50, 50, ratio, False)
+    assert meter.report().flops == backward.report().flops == 490 * places * (16 * 8 + 10)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
 def test_a_mask_as_large_as_a_detectors_anchors_selects_the_share(dtype):
     with FlopMeter(mask_fraction=0.01):

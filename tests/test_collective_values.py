@@ -195,6 +195,14 @@ def test_what_other_ranks_decide_is_unknown(name: str):
         answer(UNKNOWN[name])
 
 
+def test_parts_whose_sizes_the_program_lists_are_not_counts_to_be_balanced():
+    """Four equal ranks send each the second of four numbers here; counts of tokens come back as they are sent."""
+    even = into(lambda: room(4), lambda t, x: dist.all_to_all_single(t, x))
+    listed = into(lambda: room(4), lambda t, x: dist.all_to_all_single(t, x, [1] * 4, [1] * 4))
+    assert answer(even, routing="balanced") == ([1, 2, 3, 4], (BALANCED,))
+    assert answer(listed, routing="balanced") == ([2] * 4, (EQUAL,))
+
+
 def test_a_part_of_a_tensor_that_a_collective_fills_tells_nothing_of_the_rest():
     def program(place: int) -> list[int]:
         whole = torch.randint(9, (10,), device="meta")

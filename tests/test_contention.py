@@ -317,3 +317,16 @@ def test_what_is_sent_and_what_is_received_each_share_a_port_with_a_collective_a
     assert not ports("send") & ports("recv")
     assert ports("send")
     assert ports("recv")
+
+
+def test_a_kernel_that_neither_computes_nor_moves_anything_takes_its_own_time_beside_another():
+    nothing = kernel(1.0, Demand(0.0, 0.0, sms=0.1))._replace(stream=STREAM_2)
+    assert ends(kernel(2.0, Demand(2.0, 0.0, sms=0.5)), nothing) == pytest.approx([2, 1])
+
+
+def test_a_group_of_one_uses_no_port_and_no_sm():
+    """It sends nothing over any link."""
+    price = CollectivePrice("ring", "simple", 0, "", 1e-6, 0.0, False)
+    alone = transfer_of(Collective("all_reduce", 1 << 20, (0,)), price, "nvlink", 100, 1e12)
+    assert (alone.ports, alone.sms, alone.memory) == ((), 0.0, 0.0)
+    assert ends(on_link(1e-6, STREAM_2, alone), kernel(1.0)) == pytest.approx([1e-6, 1])

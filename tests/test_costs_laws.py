@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 size = st.integers(1, 12)
+aten = torch.ops.aten
 
 # Functions of a batch: twice the rows, twice the work, and twice the bytes of what depends on the rows.
 OF_A_BATCH: dict[str, Callable[[Tensor], Any]] = {
@@ -124,6 +125,43 @@ def test_rows_that_repeat_are_computed_on_as_often(name):
     assert flops(lambda: OF_A_BATCH[name](repeated)) == flops(lambda: OF_A_BATCH[name](meta(5, 9)))
 
 
+# Functions of four images, and of the gradient that autograd hands back.
+OF_IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch norm": lambda x: F.batch_norm(x, None, None, meta(4), meta(4), training=True),
+    "batch norm that is trained": lambda x: F.batch_norm(x, meta(4), meta(4), training=False),
+    "group norm": lambda x: F.group_norm(x, 2, meta(4), meta(4)),
+    "layer norm": lambda x: F.layer_norm(x, (8, 8), meta(8, 8), meta(8, 8)),
+    "log softmax": lambda x: x.log_softmax(1),
+    "average pooling": lambda x: F.avg_pool2d(x, 2),
+    "adaptive pooling": lambda x: F.adaptive_avg_pool2d(x, 3),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "bicubic, smoothed": lambda x: F.interpolate(x, size=(3, 3), mode="bicubic", antialias=True),
+    "variance": lambda x: x.var((2, 3)),
+    "norm": lambda x: x.norm(dim=(2, 3)),
+    "distance": lambda x: torch.dist(x, x + 1)[None],
+    "gelu": F.gelu,
+    "random slopes": lambda x: F.rrelu(x, training=True),
+    "error of squares": lambda x: F.mse_loss(x, x + 1, reduction="none"),
+    "entropy": lambda x: F.binary_cross_entropy_with_logits(x, x + 1, reduction="none"),
+    "Huber's error": lambda x: F.smooth_l1_loss(x, x + 1, reduction="none"),
+    "grid": lambda x: F.grid_sample(x, meta(5, 6, 6, 2), align_corners=False),
+}
+
+
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_images_that_repeat_are_computed_on_as_often_and_so_are_gradients(name):
+    """`sum().backward()` hands back one number, expanded."""
+    function = OF_IMAGES[name]
+    images = meta(5, 4, 8, 8)
+    assert flops(lambda: function(meta(1, 4, 8, 8).expand(5, 4, 8, 8))) == flops(lambda: function(images)) > 0
+    out = function(images.requires_grad_())
+    full, expanded = (
+        flops(lambda given=given: torch.autograd.grad(out, images, given, retain_graph=True))
+        for given in (torch.empty_like(out), meta().expand_as(out))
+    )
+    assert full == expanded > 0
+
+
 @given(rows=size, width=size)
 def test_in_place_is_read_once_and_written_once(rows, width):
     x = meta(rows, width)
@@ -159,3 +197,43 @@ def test_an_op_over_lists_is_the_op_on_each(name):
 def test_a_scalar_may_come_before_the_list():
     (cost,) = costs_in(lambda: torch._foreach_pow(2.0, [meta(2, 3), meta(5)]))
     assert cost.flops == 11
+
+
+def norm_gradients(name: str, mask: list[bool]) -> int:
+    grad, x, ones, rows, groups = meta(8, 4, 6, 6), meta(8, 4, 6, 6), meta(4), meta(8, 1, 1, 1), meta(8, 2)
+    calls = {
+        "layer": lambda: aten.native_layer_norm_backward(grad, x, [4, 6, 6], rows, rows, x[0], x[0], mask),
+        "group": lambda: aten.native_group_norm_backward(grad, x, groups, groups, ones, 8, 4, 36, 2, mask),
+        "batch": lambda: aten.native_batch_norm_backward(
+            grad, x, ones, ones, ones, ones, ones, True, 1e-5, mask
+        ),
+        "batch that is trained": lambda: aten.native_batch_norm_backward(
+            grad, x, ones, ones, ones, ones, ones, False, 1e-5, mask
+        ),
+    }  # fmt: skip
+    return flops(calls[name])
+
+
+@pytest.mark.parametrize("name", ["layer", "group", "batch", "batch that is trained"])
+def test_the_gradients_of_a_norm_that_are_asked_for_add_up(name):
+    """Of frozen weights there are none."""
+    alone = [norm_gradients(name, [place == wanted for place in range(3)]) for wanted in range(3)]
+    assert min(alone) > 0
+    for mask in ([True, True, False], [True, False, True], [True, True, True]):
+        assert norm_gradients(name, mask) == sum(found for found, wanted in zip(alone, mask, strict=True) if wanted)
+
+
+# Of matrices and of their transposes: the longer side counts the same whichever it is.
+DECOMPOSED: dict[str, Callable[[Tensor], Any]] = {
+    "reduced svd": lambda x: torch.linalg.svd(x, full_matrices=False),
+    "singular values": torch.linalg.svdvals,
+    "pseudo-inverse": torch.linalg.pinv,
+}
+
+
+@pytest.mark.parametrize("name", DECOMPOSED)
+@pytest.mark.parametrize("sides", [(20, 30), (20, 33), (30, 600), (3, 20, 30), (3, 20, 33), (5, 5)])
+def test_a_matrix_and_its_transpose_decompose_alike(name, sides):
+    wide, high = (costs_in(lambda x=x: DECOMPOSED[name](x)) for x in (meta(*sides), meta(*sides).mT))
+    assert sum(cost.flops for cost in wide) == sum(cost.flops for cost in high)
+    assert sum(cost.work.kernels for cost in wide) == sum(cost.work.kernels for cost in high)

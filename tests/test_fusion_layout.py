@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flopmeter import FlopMeter
 from flopmeter.launch.fusion import layout
@@ -157,3 +158,48 @@ def test_a_mean_over_many_pixels_is_split_where_the_channels_lie_innermost(pixel
     report = meter.report(mode="compiled")
     (place,) = (number for number, each in enumerate(report.kernels) if isinstance(each.cost.work, ConvolutionWork))
     assert [kernel.cost.name for kernel in report.kernels[place + 1 :]] == kernels
+
+
+# Filters of the convolutions of one graph: groups, channels in and out, side.
+GRAPHS = {
+    "as many": [(1, 128, 128, 3)],
+    "few": [(1, 64, 64, 3)],
+    "few but one": [(1, 64, 64, 3), (1, 65, 64, 3)],
+    "few in alone": [(1, 64, 65, 3)],
+    "few out alone": [(1, 65, 64, 3)],
+    "half as many": [(1, 256, 128, 3), (1, 128, 128, 3)],
+    "half as many, by pixels": [(1, 256, 128, 1), (1, 128, 128, 3)],
+    "more than half": [(1, 254, 128, 3), (1, 128, 128, 3)],
+    "few, half as many": [(1, 64, 32, 3), (1, 128, 128, 3)],
+    "in groups": [(4, 512, 512, 3)],
+    "in groups beside as much": [(4, 512, 512, 3), (1, 128, 128, 3)],
+    "in groups beside twice as much": [(4, 512, 512, 3), (1, 128, 128, 3), (1, 128, 128, 3)],
+    "in groups beside three times as much": [(4, 512, 512, 3), *[(1, 128, 128, 3)] * 12],
+    "each channel by itself": [(128, 128, 128, 3), (1, 128, 128, 3)],
+    "few groups of few": [(2, 32, 32, 3), (1, 128, 128, 3)],
+}
+
+
+@pytest.mark.parametrize("is_inference", [True, False])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_is_converted_where_inductor_says_so(name, is_inference):
+    """By the function of torch that decides, on the same graph."""
+    graph = pytest.importorskip("torch._inductor.graph")
+    shapes = GRAPHS[name]
+    images = [torch.empty(2, channels, 12, 12, device="meta") for _, channels, _, _ in shapes]
+    filters = [torch.empty(out, within // groups, side, side, device="meta") for groups, within, out, side in shapes]
+
+    def convolved(images, filters):
+        several = zip(images, filters, shapes, strict=True)
+        return [nn.functional.conv2d(image, taps, groups=groups) for image, taps, (groups, *_) in several]
+
+    says = graph.GraphLowering.decide_layout_opt(make_fx(convolved)(images, filters), is_inference=is_inference)
+    with torch.set_grad_enabled(not is_inference), FlopMeter("a100-sxm4-80gb") as meter:
+        outputs = convolved(images, [each.requires_grad_(not is_inference) for each in filters])
+        if not is_inference:
+            sum(out.sum() for out in outputs).backward()
+    kernels = [kernel for kernel in meter.report(mode="compiled").kernels if kernel.op.phase == "forward"]
+    found = {
+        kernel.cost.work.shape.channels_last for kernel in kernels if isinstance(kernel.cost.work, ConvolutionWork)
+    }
+    assert found == {says}

@@ -360,6 +360,15 @@ def test_a_truncated_name_never_falls_back_to_a_device(name: str) -> None:
             load_hardware(name[:-1])
 
 
+@EVERY_PROFILE
+def test_the_name_of_its_family_leads_to_every_profile(name: str) -> None:
+    family = name.rpartition("-")[0]
+    aliases = {alias for each in NAMES for alias in load_hardware(each).aliases}
+    if family and family not in {*NAMES, *aliases}:
+        with pytest.raises(HardwareError, match=name):
+            load_hardware(family)
+
+
 @pytest.mark.parametrize("family", ["a100", "A100", "NVIDIA A100"])
 def test_a_family_name_lists_its_members(family: str) -> None:
     members = "a100-pcie-40gb, a100-pcie-80gb, a100-sxm4-40gb, a100-sxm4-80gb"

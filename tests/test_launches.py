@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import ceil
+from operator import mul
 
 import pytest
 import torch
 import torch.nn.functional as F
 from costs_support import calls_of, costs_in, meta
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.costs import costs_of
@@ -341,6 +345,31 @@ def test_a_permutation_sorts_random_keys(n, bits, microseconds):
 def test_elements_that_lie_apart_bring_the_rest_of_their_sectors(shape, stride, sectors):
     """Sixteen elements of two bytes fill a sector."""
     assert sectors_of(shape, stride, 2, 32) == pytest.approx(32 * sectors, abs=31)
+
+
+@st.composite
+def nested(draw):
+    """Bytes of an element, and sizes and strides of up to three dimensions that do not overlap; rows apart begin with
+    a sector of 32 bytes."""
+    item, shape, stride = draw(st.sampled_from((1, 2, 4, 8, 16))), [], []
+    of_sector, step = 32 // item, draw(st.sampled_from((1, 2, 4, 32, 96)))
+    for _ in range(draw(st.integers(1, 3))):
+        size = draw(st.sampled_from((1, 2, 3, 4, 8, 16, 24)))
+        shape.append(size)
+        stride.append(step)
+        step = step * size + draw(st.sampled_from((0, 8, 16, 100)))
+        step = step if step < of_sector else ceil(step / of_sector) * of_sector
+    return item, draw(st.permutations(list(zip(shape, stride, strict=True))))
+
+
+@given(tensor=nested())
+def test_the_sectors_of_elements_that_lie_apart_are_those_that_some_element_is_in(tensor):
+    """Each element looked at."""
+    item, dims = tensor
+    shape, stride = zip(*dims, strict=True)
+    places = (sum(map(mul, place, stride)) for place in product(*map(range, shape)))
+    touched = len({item * place // 32 for place in places})
+    assert sectors_of(shape, stride, item, 32) == pytest.approx(32 * touched, abs=31)
 
 
 def test_columns_of_one_tensor_bring_its_sectors_once_however_many_are_read():

@@ -71,6 +71,8 @@ def test_the_roofline_names_the_longest_kernels_and_is_as_wide_as_the_data(matpl
     assert any(f"  {longest.name} " in line for line in lines)
     shares = [int(line.split()[-2]) for line in lines]
     assert shares == sorted(shares, reverse=True)
+    numbers = [text.get_text() for text in panel.texts if text.get_text().isdigit()]
+    assert numbers == [line.split()[0] for line in lines]
     low, high = panel.get_xlim()
     intensities = [dot.intensity for dot in dots(report)]
     assert max(0.01, min(intensities) / 3) <= low <= min(intensities)

@@ -118,3 +118,19 @@ MEASURED = {
 @pytest.mark.parametrize(("device", "kernel_class"), [(name, each) for name in MEASURED for each in MEASURED[name]])
 def test_a_class_that_was_measured_on_a_device_is_validated_there(device, kernel_class):
     assert uncertainty([timing(kernel_class, 1.0)], 1.0, load_hardware(device)).validated == (kernel_class,)
+
+
+def test_kernels_that_run_at_the_same_time_leave_the_host_no_time_to_be_unsure_of():
+    """Two seconds of kernels in one: what counts is their band, of all of their time."""
+    entry = BANDS[ELEMENTWISE]
+    result = uncertainty([timing(ELEMENTWISE, 1.0)] * 2, 1.0, V100)
+    assert 1 - result.low == pytest.approx(2 * entry.below)
+    assert result.high - 1 == pytest.approx(2 * entry.above)
+
+
+def test_every_class_of_a_run_is_marked_in_whatever_order_they_ran():
+    classes = ("sorting", ELEMENTWISE, "product, bf16")
+    for order in (classes, classes[::-1]):
+        result = uncertainty([timing(each, 1.0) for each in order], 3.0, V100)
+        marked = result.validated, result.transferred, result.extrapolated
+        assert marked == ((ELEMENTWISE,), ("product, bf16",), ("sorting",))

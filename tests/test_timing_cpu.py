@@ -73,3 +73,8 @@ def test_a_convolution_reorders_its_tensors():
     timing = priced(lambda: F.conv2d(meta(1, 64, 56, 56), meta(64, 64, 3, 3), padding=1))
     assert timing.compute_seconds == pytest.approx(2 * 64 * 64 * 9 * 56 * 56 / 1e12)
     assert timing.memory_seconds == pytest.approx(3 * (2 * 64 * 56 * 56 + 64 * 64 * 9) * 4 / 100e9)
+
+
+def test_what_just_fills_the_cache_is_read_from_there():
+    timing = priced(lambda: meta(2**17) + 1)
+    assert timing.memory_seconds == pytest.approx(2**20 / 1000e9)

@@ -182,6 +182,18 @@ def test_the_first_layer_of_a_resnet_has_a_kernel_of_its_own_in_fp16():
 
 
 @pytest.mark.parametrize(
+    ("channels", "filters", "side", "stride", "has_own"),
+    [(4, 64, 7, 2, True), (5, 64, 7, 2, False), (3, 65, 7, 2, False), (3, 64, 5, 2, False), (3, 64, 7, 1, False)],
+)
+def test_any_other_convolution_over_few_channels_takes_as_long_in_fp16_as_in_bf16(
+    channels, filters, side, stride, has_own
+):
+    case = (128, channels, 224, 224), (filters, channels, side, side), stride, True
+    in_bf16, in_fp16 = convolved(*case), convolved(*case, dtype=torch.float16)
+    assert in_fp16 < 0.9 * in_bf16 if has_own else in_fp16 == in_bf16
+
+
+@pytest.mark.parametrize(
     ("shape", "kernel", "padding", "forward", "backward"),
     [((256, 64, 112, 112), 3, 1, 827, 2380), ((8, 64, 256, 256), 2, 0, 103, 342), ((8, 512, 32, 32), 2, 0, 14.4, 45)],
 )
@@ -240,14 +252,35 @@ def test_tensors_in_nchw_are_turned_in_tiles_of_32_by_32_and_each_is_read_and_wr
     assert extra(Planes(9999, 32, 64)) - floor == pytest.approx(2 * full)
 
 
-def test_pixels_of_few_channels_are_loaded_once_for_each_tile_of_filters():
-    """Tiles of 128 x 128; of two filters as well as of 128, but the filters themselves are loaded too."""
-    one, two, full, twice = (
-        extra(implicit=Matmul(1, 10**6, filters, 147), channels=3, channels_last=True) for filters in (1, 2, 128, 256)
-    )
+@pytest.mark.parametrize("computes", ["output", "filter gradient"])
+def test_pixels_of_few_channels_are_loaded_once_for_each_tile_of_filters(computes):
+    """Tiles of 128 x 128; of two filters as well as of 128, but the filters themselves are loaded too. A gradient of
+    filters has them as rows, and its depth are pixels."""
+
+    def loading(filters, channels=3):
+        implicit = Matmul(1, 10**6, filters, 147) if computes == "output" else Matmul(1, filters, 147, 10**6)
+        return extra(implicit=implicit, channels=channels, channels_last=True, computes=computes)
+
+    one, two, full, twice = (loading(filters) for filters in (1, 2, 128, 256))
     assert one < two < full < 2.1 * one
     assert twice == pytest.approx(2 * full, rel=1e-3)
-    assert extra(implicit=Matmul(1, 10**6, 128, 147), channels=9, channels_last=True) == 0
+    assert loading(128, channels=8) == full  # 16 bytes of a pixel are one load
+    assert loading(128, channels=9) == 0
+
+
+def test_a_filter_that_is_wide_one_way_alone_is_no_product_over_images_as_they_lie():
+    alone, wide, high = (extra(Planes(64, 64, 3136), kernel=kernel) for kernel in ((1, 1), (1, 3), (3, 1)))
+    assert alone == 0
+    assert wide == high > 0
+
+
+def test_the_parts_of_a_gradient_of_filters_are_added_up_in_fp32_where_there_is_more_than_one_position():
+    """64 images have a product each, of 256 x 256 filters; as one position each they are rows of a single product."""
+    parts, moved = 64 * 256 * 256, (Planes(64, 256, 784), Planes(64, 256, 784), Planes(256, 256, 1))
+    options = {"kernel": (1, 1), "computes": "filter gradient"}
+    added_up = H100.kernel_floor_seconds + 2 * 4 * parts / H100.sustained_bandwidth_bytes_per_s
+    assert extra(*moved, **options) == pytest.approx(added_up)
+    assert extra(*(planes._replace(positions=1) for planes in moved), **options) == 0
 
 
 def test_only_winograd_asks_whether_taps_and_steps_are_dense():
@@ -262,3 +295,17 @@ def test_only_winograd_asks_whether_taps_and_steps_are_dense():
                 assert len({grouped_share(each, on_matrix_units) for each in alike}) == 1
         implicit = Matmul(1, 64, 64, 64)
         assert (suits_winograd(shape, implicit), suits_winograd(strided, implicit)) == (True, False)
+
+
+def test_one_side_of_a_filter_decides_whether_threads_still_share_what_they_read():
+    """Depthwise in channels-last, by the longer side."""
+    square, long = (depthwise_share(PLAIN._replace(channels_last=True, kernel=kernel)) for kernel in ((7, 7), (9, 9)))
+    assert square != long
+    for kernel, share in (((1, 7), square), ((7, 1), square), ((1, 9), long), ((9, 1), long)):
+        assert depthwise_share(PLAIN._replace(channels_last=True, kernel=kernel)) == share
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 6, 48])
+def test_groups_on_vector_units_run_alike_in_either_layout(channels):
+    shapes = (PLAIN._replace(channels=channels, channels_last=layout) for layout in (False, True))
+    assert len({grouped_share(shape, on_matrix_units=False) for shape in shapes}) == 1

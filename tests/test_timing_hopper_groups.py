@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from flopmeter import FlopMeter
+from flopmeter import FlopMeter, load_hardware
+from flopmeter.records import Convolution, Matmul, Planes
+from flopmeter.timing.grouped_convolution import TRANSFORM_SECONDS, has_long_filters, layout_seconds, packed_seconds
 
 # Microseconds of one call in bf16, images, filters, stride, whether in channels-last.
 MEASURED = {
@@ -86,3 +88,49 @@ def test_filters_of_128_places_run_on_vector_units_on_an_h100():
 
 def test_one_step_more_than_masks_have_bits_costs_ten_times_as_much():
     assert positions_convolved(8, 33) > 10 * positions_convolved(8, 32)
+
+
+GROUP = Convolution(24, (3, 3), (28, 28), is_dense=True)
+
+
+@pytest.mark.parametrize(
+    ("groups", "kernel", "computes", "is_long"),
+    [
+        (16, (128,), "output", True),
+        (16, (1, 128), "output", True),
+        (16, (128, 1), "output", True),
+        (2, (33,), "output", True),
+        (16, (32, 32), "output", False),
+        (1, (128,), "output", False),
+        (16, (128,), "input gradient", False),
+        (16, (128,), "filter gradient", False),
+    ],
+)
+def test_only_groups_run_forward_on_vector_units_under_a_filter_that_is_long_either_way(
+    groups, kernel, computes, is_long
+):
+    shape = GROUP._replace(channels=48, kernel=kernel, computes=computes)
+    assert has_long_filters(shape, Matmul(groups, 999, 48, 48 * 128)) == is_long
+
+
+@pytest.mark.parametrize(("groups", "kernels"), [(3, 6), (4, 8), (8, 16), (9, 3), (10, 3)])
+def test_up_to_eight_groups_in_channels_last_are_copied_out_and_back_one_by_one(groups, kernels):
+    """Two kernels a group; else three bring all groups to 32 channels, image, filters and result. Nothing to copy."""
+    device = load_hardware("h100-sxm5-80gb")
+    shape = GROUP._replace(channels_last=True, tensors=(Planes(0, 24, 1),) * 3)
+    of_kernel = device.kernel_floor_seconds if groups <= 8 else TRANSFORM_SECONDS
+    assert layout_seconds(shape, Matmul(groups, 1, 24, 216), 2, device) == pytest.approx(kernels * of_kernel)
+
+
+@pytest.mark.parametrize(("groups", "is_widened"), [(3, False), (4, False), (5, True), (8, True)])
+def test_up_to_four_groups_in_nchw_are_not_widened(groups, is_widened):
+    device, shape = load_hardware("h100-sxm5-80gb"), GROUP._replace(tensors=(Planes(64, 24, 784),) * 3)
+    added = layout_seconds(shape, Matmul(groups, 50176, 24, 216), 2, device)
+    assert added == (TRANSFORM_SECONDS if is_widened else 0)
+
+
+def test_groups_one_by_one_fill_tiles_of_64_filters():
+    """65 take as long as 128, and twice as long as one or 64."""
+    one, full, more, twice = (packed_seconds(GROUP, Matmul(4, 50176, n, 216), 2, 1e15) for n in (1, 64, 65, 128))
+    assert one == full
+    assert more == twice == pytest.approx(2 * full)

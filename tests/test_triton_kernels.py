@@ -272,6 +272,23 @@ module {{
     assert (0 in read, written) == (True, frozenset())
 
 
+def test_an_address_may_come_to_a_block_from_either_of_two_others():
+    """As the block's own argument, by a jump that a condition decides."""
+    text = """
+module {
+  tt.func public @one_of_two(%arg0: !tt.ptr<f32>, %arg1: !tt.ptr<f32>, %arg2: !tt.ptr<f32>, %arg3: i1) attributes {} {
+    cf.cond_br %arg3, ^bb1(%arg0 : !tt.ptr<f32>), ^bb1(%arg1 : !tt.ptr<f32>)
+  ^bb1(%p: !tt.ptr<f32>):
+    %v = tt.load %p : !tt.ptr<f32>
+    tt.store %arg2, %v : !tt.ptr<f32>
+    tt.return
+  }
+}
+"""
+    read, written = accesses_of(parse(text))
+    assert (read & {0, 1, 2}, written) == ({0, 1}, {2})
+
+
 # --- launches
 
 PROGRAM_FILE = """

@@ -354,9 +354,9 @@ def _filled_share(launch: _Launch, shape: AttentionShape) -> float:
         scores = sum(map(prod, shape.sizes))
         tiles = sum(count * ceil(keys / rows) * ceil(queries / columns) for count, queries, keys in shape.sizes)
         return scores / (tiles * rows * columns)
-    tokens, places = shape.all_queries, launch.heads * launch.grid.blocks * rows
+    places = launch.heads * launch.grid.blocks * rows
     in_columns = sum(count * queries * min(1.0, keys / columns) for count, queries, keys in shape.sizes)
-    return min(1.0, shape.heads * tokens / places) * in_columns / tokens
+    return shape.heads * in_columns / places
 
 
 def _flops_per_score(work: AttentionWork, *, pads: bool) -> int:

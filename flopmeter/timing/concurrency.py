@@ -330,13 +330,13 @@ def _rate_on(rank: _Rank, task: _Task, demand: Demand | Transfer) -> float:
     ]
     moving = [found for found, is_moving in transfers if is_moving]
     users = Counter(port for found in moving for port in found.ports)
-    crowded = sum(found.memory / max((users[port] for port in found.ports), default=1) for found in moving)
+    crowded = sum(found.memory / max(users[port] for port in found.ports) for found in moving)
     shares = granted_sms(rank.kernels.values(), (found for found, _ in transfers))
     granted = dict(zip(rank.kernels, shares, strict=True))
     for other, kernel in rank.kernels.items():
         crowded += kernel.memory * kernel.rate(granted[other], 1.0)
     if isinstance(demand, Transfer):
-        return transfer_rate(max((users[port] for port in demand.ports), default=1), crowded)
+        return transfer_rate(max(users[port] for port in demand.ports), crowded)
     return demand.rate(granted[task], crowded)
 
 

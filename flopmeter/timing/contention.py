@@ -73,7 +73,7 @@ class Demand(NamedTuple):
         share of its speed alone."""
         if not self.seconds or not self.sms:
             return 1.0
-        arithmetic = self.compute_seconds * max(1.0, self.sms / granted)
+        arithmetic = self.compute_seconds * (self.sms / granted)
         drawing = min(self.sms, SMS_FOR_MEMORY * self.memory) / granted
         return self.seconds / max(arithmetic, self.memory_seconds * max(1.0, crowded, drawing))
 

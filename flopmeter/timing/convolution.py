@@ -27,7 +27,7 @@ def convolution(
     for tiles; their rate depends only on the number of channels."""
     if implicit.batch > 1:
         return _grouped(shape, implicit, moved, rates, on_matrix_units)
-    if on_matrix_units and rates.kernels.shared_memory_passes:
+    if rates.kernels.shared_memory_passes:
         return _from_shared_memory(shape, implicit, moved, rates)
     if on_matrix_units:
         return price_matmul(implicit, moved, rates.slowed(channel_share(shape)))
@@ -184,7 +184,7 @@ def _padded_channels(planes: Planes, item_bytes: float) -> int:
 def _by_pixels(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> float:
     """Seconds that the threads of an implicit GEMM take to load pixels of few channels, each by itself; 0 where a load
     takes no more than a part of a pixel."""
-    if not _loads_pixels(shape, item_bytes) or implicit.batch > 1:
+    if not _loads_pixels(shape, item_bytes):
         return 0.0
     positions, side = prod(shape.kernel), constants.FULL_TILE_SIDE
     images, filters = (implicit.k, implicit.m) if shape.computes == "filter gradient" else (implicit.m, implicit.n)
@@ -240,7 +240,7 @@ def _depthwise_operations(shape: Convolution, implicit: Matmul) -> int:
     """Integer operations of torch's own kernels."""
     taps = prod(shape.kernel)
     if shape.computes == "filter gradient":
-        positions = max(1, implicit.k // max(shape.tensors[0].images, 1))  # of an image
+        positions = implicit.k // shape.tensors[0].images  # of an image
         turns = ceil(positions / WARP)
         instructions = constants.DEPTHWISE_IMAGE_INSTRUCTIONS + constants.DEPTHWISE_POSITIONS_INSTRUCTIONS * turns
         return WARP * instructions * (implicit.macs // positions)

@@ -141,7 +141,7 @@ class KernelClocks:
 
     def __call__(self, cost: Cost, cached_bytes: float, ran: NamedKernel = UNNAMED) -> float:
         """The clock at which the kernel draws no more than the limit. `cached_bytes` and `ran`: see `kernels.price`."""
-        if not self._is_sustained or cost.collective is not None:
+        if not self._is_sustained:
             return 1.0
         key = cost, cached_bytes, ran
         if key not in self._known:
@@ -183,11 +183,11 @@ def energy(cost: Cost, hardware: Hardware, switches: Switches) -> Energy:
     if cost.macs:
         peak = peak_of(cost, hardware, switches)
         done: float = 2 * cost.macs - cost.masked_flops
-        work = cost.work if peak.unit == "vector" else None
-        if isinstance(work, ConvolutionWork) and suits_winograd(work.shape, work.implicit):
+        work, has_matrix_units = cost.work, peak.unit == "matrix"
+        if isinstance(work, AttentionWork) and has_matrix_units:
+            done *= flop_energy(work, hardware)
+        if isinstance(work, ConvolutionWork) and not has_matrix_units and suits_winograd(work.shape, work.implicit):
             done *= constants.WINOGRAD_PATCH**2 / (3 * constants.WINOGRAD_OUTPUT) ** 2
-        if isinstance(cost.work, AttentionWork) and peak.unit == "matrix":
-            done *= flop_energy(cost.work, hardware)
         arithmetic = done * (peak.picojoules_per_flop or 0.0)
     others = cost.flops - 2 * cost.macs
     if others > 0:

@@ -210,7 +210,7 @@ def _convolution(
     if shape.channels * moved.item_bytes < constants.CONVOLUTION_DEPTH_BYTES and implicit.batch == 1:
         # Registers bound these at the boost clock; at half the FLOPs, the power limit leaves more of the clock.
         rates = rates.within(peak.flop_per_s * peak.burst * ampere_kernel_share(hardware))
-    if peak.unit == "matrix" and is_hopper(hardware) and not shape.channels_last:
+    if is_hopper(hardware) and not shape.channels_last:
         rates = _for_rows(image_alignment_bytes(shape, moved.item_bytes), rates, hardware, peak)
     if peak.unit == "matrix" and converts_layout(shape, implicit, moved.item_bytes, hardware):
         shape = shape._replace(channels_last=True)
@@ -256,14 +256,13 @@ def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: 
     at_once = list(work.matmuls)
     for own in recurrence.matmuls:  # of which the products for all tokens hold one each
         at_once.remove(next(shape for shape in at_once if shape.n * shape.k == own.n * own.k))
-    together = _one_after_another(at_once, moved.share(max(1, len(at_once))), rates)
-    memory = max(together.memory_seconds, moved.memory_bytes / rates.bytes_per_s)
+    together = _one_after_another(at_once, moved.share(len(at_once)), rates)
     launches = 2 * hardware.kernel_floor_seconds + access_seconds(1.0, hardware)
     starts = recurrence.steps * len(recurrence.matmuls) * launches
     return Busy(
         together.compute_seconds + recurrence.steps * step.compute_seconds,
-        memory,
-        max(together.work_seconds, memory) + recurrence.steps * step.seconds + starts,
+        together.memory_seconds,
+        together.work_seconds + recurrence.steps * step.seconds + starts,
         together.latency_seconds,
         max(step.sms, together.sms),
     )

@@ -159,9 +159,6 @@ class _Interpreter:
         if not jump.name.startswith("cf."):
             return []
         targets = _LABEL.findall(jump.text)
-        for target in targets:
-            for name in function.given[target]:
-                values[name] = None
         if jump.name == "cf.br":
             return [(targets[0], 1)]
         condition = values.get(values_in(jump.text)[0])
@@ -318,6 +315,11 @@ class _Interpreter:
 def values_in(text: str) -> list[str]:
     """The names of the values in a statement's text."""
     return _VALUE.findall(text.partition(" : ")[0])
+
+
+def values_of_jump(text: str) -> list[str]:
+    """The same of a jump, which has types behind the arguments of each block."""
+    return _VALUE.findall(text)
 
 
 def _shape(kind: str) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flopmeter.records.bodies import ATOMICS
-from flopmeter.trace.ttir import Function, Statement, values_in
+from flopmeter.trace.ttir import Function, Statement, values_in, values_of_jump
 
 _LOADS = ("tt.load", "tt.descriptor_load", "tt.descriptor_gather", "tt.experimental_descriptor_load")
 _STORES = ("tt.store", "tt.descriptor_store", "tt.descriptor_scatter", "tt.experimental_descriptor_store")
@@ -78,8 +78,9 @@ class _Origins:
             elif statement.name == "tt.call":
                 self._call(name, statement, given)
             elif statement.name.startswith("cf."):
+                handed_on = values_of_jump(statement.text)
                 for arguments in function.given.values():
-                    self._join(name, arguments, [given] * len(arguments))
+                    self._join(name, arguments, [handed_on] * len(arguments))
             elif statement.regions:
                 self._regions(name, function, statement)
             else:

@@ -79,7 +79,7 @@ class SplitRow:
 
     def share(self, bound: Bound) -> float:
         """The share of the step."""
-        return self.seconds_by_bound.get(bound, 0.0) / self.seconds
+        return self.seconds_by_bound[bound] / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, in plain types and SI units."""

@@ -1,0 +1,139 @@
+"""Parts of the time of fused attention, told by what else stays the same: depths of keys and of values, masks and
+dropout, caches that hold partial results, functions of scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_timing_laws import SWITCHES, attention_cost
+
+from flopmeter import load_hardware
+from flopmeter.records import AttentionShape, Mask
+from flopmeter.timing import attention_kernels, constants
+from flopmeter.timing.attention import tile_of
+from flopmeter.timing.bandwidth import cache_bytes_per_s
+from flopmeter.timing.kernels import price
+
+A100, H100, MI300X = (load_hardware(name) for name in ("a100-sxm4-80gb", "h100-sxm5-80gb", "mi300x"))
+SQUARE = AttentionShape(8, 33, 33, 4096, 4096, 128, 128)
+MIB = 2**20
+
+
+def busy(shape, backend="cudnn", hardware=H100, **work):
+    """The time of the kernel where it moves the same bytes, whatever the depths."""
+    cost, of_128 = (attention_cost(each, backend) for each in (shape, shape._replace(head_dim=128, value_dim=128)))
+    moved = {"reads": of_128.reads, "writes": of_128.writes}
+    return price(replace(cost, work=cost.work._replace(**work), **moved), hardware, SWITCHES).busy
+
+
+def depths(keys, values, **changes):
+    return SQUARE._replace(head_dim=keys, value_dim=values, **changes)
+
+
+def test_forward_the_depth_of_values_counts_as_much_as_that_of_keys():
+    """A product with each."""
+    narrow, keys, values, both = (
+        busy(depths(*pair)).compute_seconds for pair in ((64, 64), (128, 64), (64, 128), (128, 128))
+    )
+    assert keys == pytest.approx(values)
+    assert keys - narrow == pytest.approx((both - narrow) / 2)
+
+
+def test_backward_there_are_three_products_as_deep_as_keys_and_two_as_deep_as_values():
+    """The scores again and the gradients of queries and keys; the gradients of scores and of values."""
+    narrow, keys, values = (
+        busy(depths(*pair, is_backward=True)).compute_seconds for pair in ((64, 64), (128, 64), (64, 128))
+    )
+    assert (keys - narrow) / (values - narrow) == pytest.approx(3 / 2)
+
+
+def test_the_gradient_of_queries_in_fp32_is_as_deep_as_keys():
+    """16 bytes of memory beside the op's own for each of its elements (FlashAttention's backward pass)."""
+    narrow, keys, values = (
+        busy(depths(*pair, is_backward=True)).memory_seconds for pair in ((64, 64), (128, 64), (64, 128))
+    )
+    assert values == narrow
+    moved = 16 * SQUARE.sequences * SQUARE.heads * SQUARE.queries * 64
+    assert keys - narrow == pytest.approx(moved / H100.sustained_bandwidth_bytes_per_s)
+
+
+@pytest.mark.parametrize("name", ["FLASH_2", "FLASH_3", "EFFICIENT", "AOTRITON", "FLASH_2_SPLIT"])
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_the_depth_of_keys_alone_decides_the_tile(name, is_backward):
+    kernel = getattr(attention_kernels, name)
+    for keys in (64, 96, 128, 256):
+        tiles = {tile_of(kernel, depths(keys, values, is_backward=is_backward), A100) for values in (64, 128, 256)}
+        assert len(tiles) == 1
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_a_mask_in_memory_and_dropout_each_take_their_time_of_every_score(is_backward):
+    shape = SQUARE._replace(is_backward=is_backward)
+    plain, masked, dropped, both = (
+        busy(shape, adds_bias=adds_bias, drops=drops).compute_seconds
+        for adds_bias, drops in ((False, False), (True, False), (False, True), (True, True))
+    )
+    assert masked > plain
+    assert dropped > plain
+    assert both - dropped == pytest.approx(masked - plain)
+
+
+def test_a_number_for_dropout_takes_an_a100_a_ninth_of_a_cycle():
+    """Ten rounds of Philox give 16 of 8 bits by 80 instructions on 64 lanes, and each is compared and selects."""
+    shape = AttentionShape(216, 1, 1, 4096, 4096, 64, 64)
+    dropped, plain = (busy(shape, "flash", A100, drops=drops).compute_seconds for drops in (True, False))
+    cycles = (80 / 16 / 64 + 2 / 64) * 216 * 4096**2 / 108  # all SMs are busy to the end
+    assert dropped - plain == pytest.approx(cycles / (A100.boost_clock_mhz * 1e6), rel=0.01)
+
+
+def decoding(heads, hardware, keys=65_536):
+    return busy(AttentionShape(1, heads, heads, 1, keys, 128, 128), "flash", hardware).memory_seconds
+
+
+def test_partial_results_that_the_cache_holds_are_not_written_to_memory():
+    """Of slices of keys: each byte of cache spares one that is written, and one that is read, until all are held."""
+    none, one, two, all_held, more = (
+        decoding(8, A100.replace(l2_cache_mb=mib)) for mib in (None, 0.0125, 0.025, 40, 80)
+    )
+    assert (
+        none - one == pytest.approx(one - two) == pytest.approx(2 * 0.0125 * MIB / A100.sustained_bandwidth_bytes_per_s)
+    )
+    assert two > all_held == more
+
+
+@pytest.mark.parametrize(("heads", "is_split"), [(172, True), (173, False), (215, False)])
+def test_keys_are_split_where_blocks_are_fewer_than_four_fifths_of_those_that_the_device_holds(heads, is_split):
+    """216 on an A100, two an SM; without a cache partial results go to memory."""
+    held = decoding(heads, A100.replace(l2_cache_mb=40))
+    assert (decoding(heads, A100.replace(l2_cache_mb=None)) > held) == is_split
+
+
+def test_queries_that_are_copied_for_heads_that_share_keys_come_from_the_cache_if_both_copies_fit():
+    """Eight heads of 8,192 queries over pages, by FlashAttention-2: 16 MiB, read and written."""
+    shape = AttentionShape(8192, 8, 1, 1, 128, 128, 128)
+    fits, not_quite = (busy(shape, "paged", A100.replace(l2_cache_mb=mib)).work_seconds for mib in (32, 32 - 2**-16))
+    slower = 1 / A100.sustained_bandwidth_bytes_per_s - 1 / cache_bytes_per_s(A100)
+    assert not_quite - fits == pytest.approx(2 * 16 * MIB * slower)
+
+
+@pytest.mark.parametrize("extra", [1, 3])
+def test_a_function_of_a_score_counts_as_many_operations_as_the_tables_say(extra):
+    """Its arithmetic is known by op: an exp is one of them, and stands for several instructions."""
+    shape = SQUARE._replace(head_dim=64, value_dim=64)
+    of_exp = constants.SCORE_FUNCTION_OPERATIONS
+    functions = busy(shape, "flex", A100, score_flops=40 + extra, score_functions=extra).compute_seconds
+    arithmetic = busy(shape, "flex", A100, score_flops=40 + extra * of_exp).compute_seconds
+    less = busy(shape, "flex", A100, score_flops=40).compute_seconds
+    assert functions == pytest.approx(arithmetic)
+    assert functions > less
+
+
+def test_two_queries_see_what_is_masked_for_the_first_of_them():
+    """Causal: the first query masks the last key; a single query masks none."""
+    for backend in ("flash", "cudnn"):
+        alone, masked = (
+            busy(AttentionShape(64, 32, 32, 1, 8192, 128, 128, mask), backend).compute_seconds
+            for mask in (Mask(), Mask(None, 0, bottom_right=True))
+        )
+        assert alone == pytest.approx(masked)
