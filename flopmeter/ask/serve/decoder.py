@@ -115,7 +115,7 @@ class Decoder:
         with _in_one_line(f"{self.title} of transformers does not run as a server runs it"):
             with FlopMeter(routing="independent", checks="hold") as meter:
                 self._run(cache, 1, new, 1)
-        return meter.report().kernels
+        return in_one_kernel(meter.report().kernels)
 
     def _runs(self) -> bool:
         with contextlib.suppress(ServingError):
@@ -141,7 +141,7 @@ class Decoder:
                 f"a step of {self.title} of transformers runs every expert on every token, which no server does: it"
                 " cannot be served"
             )
-        stops = sum(kernel.cost.blocks_host for kernel in in_one_kernel(kernels))
+        stops = sum(kernel.cost.blocks_host for kernel in kernels)
         if stops > self.config.num_hidden_layers:
             raise ServingError(
                 f"a step of {self.title} of transformers stops the host {stops} times, as where experts run one after"
