@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from flopmeter import ServingError, load_hardware, serving  # noqa: E402
 from flopmeter.ask.serve.decoder import decoder  # noqa: E402
-from flopmeter.ask.serve.formats import WEIGHTS  # noqa: E402
+from flopmeter.ask.serve.published import WEIGHTS  # noqa: E402
 from flopmeter.ask.serve.queue import RequestWork, expected_tokens, load  # noqa: E402
 from flopmeter.ask.serve.slo import read_slo  # noqa: E402
 from flopmeter.ask.serve.steps import StepModel  # noqa: E402

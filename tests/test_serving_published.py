@@ -30,7 +30,8 @@ def test_layers_of_states_and_many_experts_are_served_however_many_experts_a_pro
     """More tokens pick more of 512 experts, each a kernel of its own where a device has no grouped one."""
     sizes = {
         "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "vocab_size": 1000, "num_experts_per_tok": 8, "pad_token_id": 0, "layer_types": ["linear_attention", "full_attention"],
+        "vocab_size": 1000, "num_experts_per_tok": 8, "pad_token_id": 0,
+        "layer_types": ["linear_attention", "full_attention"],
     }  # fmt: skip
     if kind == "Qwen3Next":
         own = {"num_experts": 512, "moe_intermediate_size": 32, "head_dim": 32, "linear_num_value_heads": 16}
@@ -85,3 +86,41 @@ def test_a_type_and_an_architecture_that_transformers_lacks_are_refused_by_the_t
     facts = DEEPSEEK | {"model_type": "kimi_k2", "architectures": ["KimiK9ForCausalLM"]}
     with pytest.raises(TargetError, match="knows no model type 'kimi_k2'"):
         decoder(published(tmp_path, **facts))
+
+
+SMALL = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 40, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1000,
+}  # fmt: skip
+
+
+def test_modules_that_a_config_names_for_each_layer_are_told_once_for_all(tmp_path):
+    """Qwen3-235B-A22B-FP8 lists 283 of them."""
+    kept = [f"model.layers.{layer}.{name}" for layer in range(40) for name in ("mlp.gate", "input_layernorm")]
+    facts = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", *kept]}
+    result = serving(published(tmp_path, **SMALL, quantization_config=facts), [H100], prompt=64, output=16)
+    (said,) = (note for note in result.notes if note.startswith("weights in fp8"))
+    assert said.endswith("by the config model.layers.*.mlp.gate, model.layers.*.input_layernorm")
+    facts["modules_to_not_convert"] = [f"model.layers.0.mlp.part_{'abcdefgh'[place]}" for place in range(8)]
+    result = serving(published(tmp_path, **SMALL, quantization_config=facts), [H100], prompt=64, output=16)
+    assert any(note.endswith("part_f and 2 others") for note in result.notes)
+
+
+def test_a_format_that_is_not_known_is_told_with_what_is_taken_in_its_place(tmp_path):
+    facts = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    result = serving(published(tmp_path, **SMALL, quantization_config=facts), [H100], prompt=64, output=16)
+    assert "published as bitsandbytes, a format that is not known here: weights are taken as bf16" in str(result)
+
+
+def test_weights_of_compressed_tensors_are_served_in_their_bits(tmp_path):
+    """MLPs of 40 layers, three of 256 x 512, in 4 bits and a scale of 16 for 32; attention and head in 16 bits."""
+    scheme = {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True}
+    facts = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}},
+    }  # fmt: skip
+    narrow, wide = (
+        serving(published(tmp_path, **SMALL, **each), [H100], prompt=64, output=16).rows[0].weight_bytes
+        for each in ({"quantization_config": facts}, {})
+    )
+    assert wide - narrow == 40 * 3 * 256 * 512 * (16 - 4.5) / 8

@@ -173,10 +173,11 @@ def hub_config(name: str) -> Any:
 
 def _config_class(values: dict[str, Any]) -> Any:
     """The config class of the first architecture that transformers has; None where it has none of them. Some models
-    name a type of their own and a known architecture, as Kimi K2 that of DeepSeek-V3. Engines go by the architecture."""
+    name a type of their own and a known architecture, by which engines go: Kimi K2 that of DeepSeek-V3."""
     transformers = _installed("transformers")
     classes = (getattr(transformers, name, None) for name in values.get("architectures") or ())
-    return next((own.config_class for own in classes if getattr(own, "config_class", None)), None)
+    known = (getattr(own, "config_class", None) for own in classes)
+    return next((own for own in known if own is not None), None)
 
 
 def _made(name: str, make: Callable[[], Any]) -> Any:
