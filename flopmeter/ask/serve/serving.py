@@ -14,7 +14,7 @@ from flopmeter.ask.serve.asked import ServingPlan, check_draft, links_of, notes_
 from flopmeter.ask.serve.cache import CacheKind, ServingError
 from flopmeter.ask.serve.decoder import decoder
 from flopmeter.ask.serve.formats import KV_BYTES
-from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_tokens, load
+from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_tokens, load, room_for
 from flopmeter.ask.serve.slo import read_slo
 from flopmeter.ask.serve.steps import StepCost, StepModel
 from flopmeter.device.cluster import Cluster, load_cluster
@@ -221,7 +221,9 @@ class _Server:
                 f" {usable_bytes(self._device) / 1e9:.1f} GB: take more of them (gpus), or narrower"
                 " weights (weights='fp8')"
             )
-        loads = [load(self._work, batch) for batch in range(1, min(most, MOST_REQUESTS) + 1)]
+        work, metered = self._work, min(most, MOST_REQUESTS)
+        room = room_for(work, metered)
+        loads = [load(work, batch, room) for batch in range(1, metered + 1)]
         kept = [each for each in loads if not self._over(each)]
         best = max(kept, key=lambda each: each.requests_per_s, default=None)
         shown = [each for each in loads if each.batch in _doublings(most)]
@@ -343,7 +345,7 @@ class _Server:
             transfer=transfer,
         )
 
-    def _seconds_by_power(self, batch: int) -> float:
+    def _seconds_by_power(self, batch: float) -> float:
         joules, watts = self._joules(batch), self._device.limit_watts
         if joules is None or watts is None or self._plan.is_disaggregated:
             return 0.0
@@ -379,7 +381,7 @@ class _Server:
         return f"{over} with more than {counted(best.batch * self._plan.copies, 'request')} at a time"
 
     def _point(self, each: Load) -> ServingPoint:
-        plan, joules = self._plan, self._joules(each.batch)
+        plan, joules = self._plan, self._joules(each.at_work)
         requests_per_s = each.requests_per_s * plan.copies
         tokens_per_s = requests_per_s * plan.output
         gpus = plan.gpus * (1 + each.prefill_servers)
@@ -400,7 +402,7 @@ class _Server:
             else 1e6 * joules_per_token / JOULES_PER_KWH * plan.dollars_per_kwh,
         )
 
-    def _joules(self, batch: int) -> float | None:
+    def _joules(self, batch: float) -> float | None:
         """Joules of one request, on all GPUs: its prefill, and its share of the steps of decoding. GPUs of prefill
         alone also draw their idle power while they wait."""
         plan, chunk, alone, decode = self._plan, self._prefill_chunk, self._alone, self._decode(batch).joules
