@@ -513,6 +513,17 @@ def test_with_a_chunk_in_each_step_more_requests_only_wait(chunks, output, token
     assert load(work(**facts), 1).at_work == 1
 
 
+def test_short_prompts_have_no_more_requests_at_work_than_chunks_have_room_for():
+    """20 prompts fit into a chunk, and each request is at work for its prefill and 100 steps: 2,020 at most. A step with
+    20 prompts takes its own 10 ms and 2 ms for each of them; of 3,020 requests, 1,000 wait for 50 such steps."""
+    facts = {"chunks": 1, "prefill": 0.012, "at_once": 20}
+    some, more = (load(work(**facts), batch) for batch in (2020, 3020))
+    assert (some.at_work, more.at_work) == (2020, 2020)
+    assert more.tpot_seconds == pytest.approx(0.01 + 20 * 0.002, rel=0.01)
+    assert more.requests_per_s == pytest.approx(20 / (0.01 + 20 * 0.002), rel=0.01)
+    assert more.ttft_seconds == pytest.approx(50 * 0.05, rel=0.1)
+
+
 def test_throughput_never_falls_with_more_requests_where_chunks_take_all_steps():
     (row,) = served(output=16, chunk=256, prompt=2048).rows
     rates = [point.tokens_per_s for point in row.points]

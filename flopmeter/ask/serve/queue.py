@@ -18,11 +18,16 @@ Prefill as one step of P seconds stops decoding: x = P, and the request's own pr
 p seconds that run in the same steps as decoding, it reads the weights with it. Such a step takes l longer than the
 chunk, which is D - d where the device never waits for the host, with d for the step of one sequence alone, whose time
 is that of the weights: x = n (p + l - D), and T = n (p + l (b - 1) / b). A last chunk that is not full is shared with
-the next prompt, so n is no whole number; c prompts go into one chunk. More chunks than steps there cannot be,
-r <= c / T: beyond the b at which the two are equal, more requests only wait, and T, TPOT and r stay as they are there.
+the next prompt, so n is no whole number; c prompts go into one chunk. More chunks than steps there cannot be. While a
+request is at work, for n + (output - 1) / E steps, each of b requests brings n / c chunks; so no more are at work than
 
-In front of a prefill stand half a step of decoding and the prefills of others, each of S = T / c. These are the b - 1
-requests of which each comes back Z = (output - 1) TPOT after its own, at random; so the time at prefill is R in
+    B = c / n (n + (output - 1) / E)
+
+and all others wait for their prefill. T, TPOT and r are those of b or of B, whichever is smaller.
+
+In front of a prefill stand half a step of decoding and the prefills of others, each of S = x + n D / c, or P if prefill
+stops decoding. These are the b - 1 requests of which each comes back Z = (output - 1) TPOT after its own, at random; so
+the time at prefill is R in
 
     R = S (1 + q - u / 2),  q = r' R (b - 1) / b,  u = r' S (b - 1) / b,  r' = b / (R + Z)
 
@@ -43,7 +48,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 PREFILL_LOAD = 0.7  # of the time: how busy GPUs that only prefill are kept
-ROOM_PRECISION = 1e-6  # requests
 
 
 class RequestWork(NamedTuple):
@@ -79,54 +83,33 @@ def expected_tokens(draft_tokens: int, acceptance: float) -> float:
     return float((1 - acceptance ** (draft_tokens + 1)) / (1 - acceptance))
 
 
-class _Turn(NamedTuple):
-    """One request of several at work, in seconds."""
-
-    step: float  # of decoding
-    own: float  # T above
-    before: float  # what it spends on the GPUs that decode, before they do
-    decoding: float  # (output - 1) TPOT
-
-
-def _turn(work: RequestWork, at_work: float) -> _Turn:
+def load(work: RequestWork, batch: int) -> Load:
+    """The server's load."""
+    at_work = min(batch, _room(work))
     step = work.decode(at_work)
+    others = (at_work - 1) / at_work
     longer = work.longer(at_work) if work.chunks else 0.0
-    own = work.prefill + work.chunks * longer * (at_work - 1) / at_work
+    own = work.prefill + work.chunks * longer * others
     extra = 0.0 if work.is_apart else max(0.0, work.prefill + work.chunks * (longer - step))
-    before = 0.0 if work.is_apart else own
-    steps = (work.output - 1) * step / work.tokens_per_step + extra * (at_work - 1)
-    return _Turn(step, own, before, max(steps, work.by_power(at_work) - before))
-
-
-def room_for(work: RequestWork, batch: int) -> float:
-    """How many of `batch` requests can be at work at the same time. With more of them there would be more chunks than
-    steps."""
-
-    def is_crowded(at_work: float) -> bool:
-        turn = _turn(work, at_work)
-        return at_work * turn.own / work.at_once > turn.own + turn.decoding
-
-    if work.is_apart or not work.chunks or not is_crowded(batch):
-        return batch
-    least, most = 1.0, float(batch)
-    while most - least > ROOM_PRECISION:
-        middle = (least + most) / 2
-        least, most = (least, middle) if is_crowded(middle) else (middle, most)
-    return least
-
-
-def load(work: RequestWork, batch: int, room: float | None = None) -> Load:
-    """The server's load. `room`: that of `batch` requests or more, where it is known."""
-    at_work = min(batch, room_for(work, batch) if room is None else room)
-    step, own, before, decoding = _turn(work, at_work)
-    rate, after = at_work / (before + decoding), work.output - 1
+    before = 0.0 if work.is_apart else own  # what a request spends on the GPUs that decode, before they do
+    after = work.output - 1
+    decoding = max(after * step / work.tokens_per_step + extra * (at_work - 1), work.by_power(at_work) - before)
+    rate = at_work / (before + decoding)
     if work.is_apart:
         wait, servers = PREFILL_LOAD * own / (2 * (1 - PREFILL_LOAD)), rate * own / PREFILL_LOAD
     else:
-        wait = _wait_seconds(own / work.at_once, decoding, batch) + step / 2 * (at_work - 1) / at_work
-        servers = 0.0
+        service = extra + work.chunks * step / work.at_once if work.chunks else own
+        wait, servers = _wait_seconds(service, decoding, batch) + step / 2 * others, 0.0
     tpot = decoding / after if after else None
     return Load(batch, own + wait + work.transfer, tpot, rate, servers, at_work)
+
+
+def _room(work: RequestWork) -> float:
+    """B above: how many requests can be at work at the same time."""
+    if work.is_apart or not work.chunks:
+        return math.inf
+    steps = work.chunks + (work.output - 1) / work.tokens_per_step
+    return steps * work.at_once / work.chunks
 
 
 def _wait_seconds(service: float, away: float, requests: int) -> float:

@@ -14,7 +14,7 @@ from flopmeter.ask.serve.asked import ServingPlan, check_draft, links_of, notes_
 from flopmeter.ask.serve.cache import CacheKind, ServingError
 from flopmeter.ask.serve.decoder import decoder
 from flopmeter.ask.serve.formats import KV_BYTES
-from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_tokens, load, room_for
+from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_tokens, load
 from flopmeter.ask.serve.slo import read_slo
 from flopmeter.ask.serve.steps import StepCost, StepModel
 from flopmeter.device.cluster import Cluster, load_cluster
@@ -221,9 +221,7 @@ class _Server:
                 f" {usable_bytes(self._device) / 1e9:.1f} GB: take more of them (gpus), or narrower"
                 " weights (weights='fp8')"
             )
-        work, metered = self._work, min(most, MOST_REQUESTS)
-        room = room_for(work, metered)
-        loads = [load(work, batch, room) for batch in range(1, metered + 1)]
+        loads = [load(self._work, batch) for batch in range(1, min(most, MOST_REQUESTS) + 1)]
         kept = [each for each in loads if not self._over(each)]
         best = max(kept, key=lambda each: each.requests_per_s, default=None)
         shown = [each for each in loads if each.batch in _doublings(most)]
