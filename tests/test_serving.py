@@ -514,7 +514,7 @@ def test_with_a_chunk_in_each_step_more_requests_only_wait(chunks, output, token
 
 
 def test_short_prompts_have_no_more_requests_at_work_than_chunks_have_room_for():
-    """20 prompts fit into a chunk, and each request is at work for its prefill and 100 steps: 2,020 at most. A step with
+    """20 prompts fit into a chunk, and each request is at work for its prefill and 100 steps: 2,020 at most. A step of
     20 prompts takes its own 10 ms and 2 ms for each of them; of 3,020 requests, 1,000 wait for 50 such steps."""
     facts = {"chunks": 1, "prefill": 0.012, "at_once": 20}
     some, more = (load(work(**facts), batch) for batch in (2020, 3020))

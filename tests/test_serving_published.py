@@ -8,7 +8,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from flopmeter import serving  # noqa: E402
+from flopmeter import ServingError, serving  # noqa: E402
 from flopmeter.ask.serve.decoder import decoder  # noqa: E402
 from flopmeter.models.hubs import TargetError  # noqa: E402
 
@@ -124,3 +124,36 @@ def test_weights_of_compressed_tensors_are_served_in_their_bits(tmp_path):
         for each in ({"quantization_config": facts}, {})
     )
     assert wide - narrow == 40 * 3 * 256 * 512 * (16 - 4.5) / 8
+
+
+def test_ranks_share_heads_of_keys_evenly_or_are_refused():
+    """Phi-4 has ten: each of two GPUs has five, and on four there would be ten of twelve or eight."""
+    sizes = {"hidden_size": 640, "num_attention_heads": 40, "num_key_value_heads": 10, "intermediate_size": 640}
+    config = transformers.Phi3Config(**sizes, num_hidden_layers=2, vocab_size=1000, pad_token_id=0)
+    whole = decoder(config).kv_bytes(100, 2)
+    assert decoder(config, 2).kv_bytes(100, 2) == whole / 2
+    assert decoder(config, 20).kv_bytes(100, 2) == whole / 10  # two GPUs have the same head
+    for ranks in (4, 8):
+        with pytest.raises(ServingError, match=f"num_key_value_heads 10 cannot be split over {ranks} GPUs"):
+            decoder(config, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_share_a_scan_whose_width_is_a_factor_of_the_models(ranks):
+    """Jamba's is twice as wide as the model: half of it, of a quarter or an eighth of its states, on many GPUs."""
+    config = transformers.JambaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=1000, num_experts=1, attn_layer_offset=1, attn_layer_period=2, mamba_dt_rank=16,
+    )  # fmt: skip
+    assert decoder(config, ranks).state_bytes == decoder(config).state_bytes / ranks
+
+
+def test_a_model_that_runs_whole_but_not_split_is_told_so():
+    config = transformers.Zamba2Config(
+        hidden_size=128, num_hidden_layers=2, layers_block_type=["mamba", "hybrid"], hybrid_layer_ids=[1],
+        num_attention_heads=4, num_key_value_heads=4, n_mamba_heads=4, mamba_headdim=64, intermediate_size=256,
+        vocab_size=1000, num_mem_blocks=1,
+    )  # fmt: skip
+    assert decoder(config).kv_bytes(1, 2) > 0
+    with pytest.raises(ServingError, match="does not run as a server runs it when it is split over 2 GPUs"):
+        decoder(config, 2).kv_bytes(1, 2)
