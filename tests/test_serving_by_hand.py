@@ -247,6 +247,15 @@ def test_prefill_apart_sends_the_cache_and_is_paid_for(has_network):
     assert found.dollars_per_hour == pytest.approx(2.0 * (1 + 8 * 0.1 / 0.7))  # of the best point: eight at a time
 
 
+def test_steps_that_grow_faster_than_their_requests_keep_the_batch_small():
+    """Two make 2 / (.2 + 1) requests a second; three, in steps of 25 ms between those of two and of four, fewer."""
+    steps = Steps({1: step(10, None), 2: step(10, None), 4: step(40, None), 8: step(160, None)})
+    found = row(steps, holds=MANY, chunk=None)
+    assert found.best is not None
+    assert found.best.requests_per_s == pytest.approx(2 / 1.2)
+    assert found.limited_by == "more than 2 requests at a time make no more tokens"
+
+
 # --- what keeps the batch from being larger --------------------------------------------------------------------------
 
 UNLIMITED = {"joules": None}
@@ -268,9 +277,8 @@ UNLIMITED = {"joules": None}
         (8, {"slo": {"ttft": 0.101, "tpot": 0.0105}}, 1, "TTFT and TPOT with more than 1 request at a time"),
         (8, {"slo": {"tpot": 0.009}}, None, "one request alone has its first token after 100 ms and the others every"),
         (8, {"slo": {"ttft": 0.09}, "output": 1}, None, "one request alone has its first token after 100 ms: no batch"),
-        # Four chunks of .1 s in steps that cost nothing more. For 10 tokens of .01 s after the first, at most 2.5
-        # requests a second get their chunks, and four want 4 / (.4 + .1 + 3 * (.4 - .04)) = 2.53.
-        (8, {"chunk": 1000, "output": 11}, 4, "prefill, which takes all steps that there are, with more than 4"),
+        # Four steps with a chunk each and ten of decoding: with a chunk in each step there is room for 14 / 4 = 3.5.
+        (8, {"chunk": 1000, "output": 11}, 4, "with 4 requests at a time each step has a full chunk of prompts"),
     ],
 )  # fmt: skip
 def test_the_most_requests_at_a_time_are_told_with_what_keeps_them_from_being_more(fit, asked, best, said):

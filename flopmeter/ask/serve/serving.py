@@ -115,7 +115,7 @@ _COLUMNS: list[ColumnOf[ServingRow]] = [
     ColumnOf("$/M tokens", _of_best(lambda point: point.dollars_per_million_tokens)),
     ColumnOf("energy $/M", _of_best(lambda point: point.energy_dollars_per_million_tokens)),
     ColumnOf("alone: TTFT ms", lambda row: row.points[0].ttft_seconds, in_ms),
-    ColumnOf("TPOT ms", lambda row: row.points[0].tpot_seconds, _optional(in_ms)),
+    ColumnOf("alone: TPOT ms", lambda row: row.points[0].tpot_seconds, _optional(in_ms)),
 ]
 
 
@@ -375,8 +375,12 @@ class _Server:
             )
             others = "" if best.tpot_seconds is None else f", TPOT {duration(best.tpot_seconds)}"
             return f"{full} (TTFT {duration(best.ttft_seconds)}{others})"
-        over = " and ".join(self._over(loads[best.batch])) or "prefill, which takes all steps that there are,"
-        return f"{over} with more than {counted(best.batch * self._plan.copies, 'request')} at a time"
+        requests, more = counted(best.batch * self._plan.copies, "request"), loads[best.batch]
+        if over := " and ".join(self._over(more)):
+            return f"{over} with more than {requests} at a time"
+        if more.at_work < more.batch:
+            return f"with {requests} at a time each step has a full chunk of prompts: more would only wait"
+        return f"more than {requests} at a time make no more tokens"
 
     def _point(self, each: Load) -> ServingPoint:
         plan, joules = self._plan, self._joules(each.at_work)
