@@ -10,8 +10,11 @@ def main() -> int:
     if sys.argv[1:] == ["--version"]:
         print(f"flopmeter {flopmeter.__version__}")
         return 0
-    from flopmeter.cli import main as run
-
+    try:
+        from flopmeter.cli import main as run
+    except KeyboardInterrupt:  # while torch is imported; later the command itself tells
+        print("flopmeter: interrupted", file=sys.stderr)
+        return 130
     return run()
 
 

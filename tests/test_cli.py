@@ -3,10 +3,12 @@
 import csv
 import io
 import json
+import os
 import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -118,6 +120,18 @@ def test_whoever_interrupts_a_command_gets_no_traceback(run, monkeypatch):
     monkeypatch.setattr("flopmeter.cli.check_files", interrupted)
     code, out, err = run("table", "gpt2-124m")
     assert (code, out, err) == (130, "", "flopmeter: interrupted\n")
+
+
+def test_whoever_interrupts_while_torch_is_imported_gets_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])}
+    command = [sys.executable, "-m", "flopmeter", "models"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | paths)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "flopmeter: interrupted\n")
+
+
+def test_a_table_on_the_terminal_ends_with_its_last_row(run):
+    assert not ok(run("count", *LAYER, "--format", "csv")).endswith("\n\n")
 
 
 @pytest.mark.parametrize("by", ["op", "module", "phase", "kernel"])

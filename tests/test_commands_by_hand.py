@@ -77,7 +77,13 @@ def test_a_file_that_is_no_report_is_one_error(changes: dict[str, object], messa
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("[1]", "is no report"), ('"totals"', "is no report"), ("{", "is no JSON"), (None, "No such")]
+    ("text", "message"),
+    [
+        ("[1]", "is no report"),
+        ('"totals"', "is no report"),
+        ("{", "is no JSON .*: write a report with"),
+        (None, "No such"),
+    ],
 )
 def test_a_file_that_holds_something_else_or_is_not_there_is_one_error(
     text: str | None, message: str, tmp_path: Path

@@ -397,7 +397,7 @@ def test_a_profile_without_shapes_is_one_error(tmp_path):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "is no JSON"),
+        (b"", r"is no JSON .*: give a trace that torch.profiler wrote with export_chrome_trace\(\)"),
         (b"\x1f\x8b broken", "is no JSON"),
         (b"\xff\xfe", "is no JSON"),
         (b"[]", "is no trace of torch.profiler"),

@@ -6,6 +6,7 @@ import csv
 import heapq
 import io
 import json
+import math
 import random
 import re
 
@@ -16,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from flopmeter import ServingError, load_hardware, serving  # noqa: E402
 from flopmeter.ask.serve.decoder import decoder  # noqa: E402
-from flopmeter.ask.serve.formats import WEIGHTS  # noqa: E402
+from flopmeter.ask.serve.published import WEIGHTS  # noqa: E402
 from flopmeter.ask.serve.queue import RequestWork, expected_tokens, load  # noqa: E402
 from flopmeter.ask.serve.slo import read_slo  # noqa: E402
 from flopmeter.ask.serve.steps import StepModel  # noqa: E402
@@ -496,6 +497,40 @@ def test_more_chunks_than_steps_leave_each_request_waiting_for_all_others():
     assert load(work(chunks=8, output=5), 1).requests_per_s == pytest.approx(1 / (0.2 + 4 * 0.01))
 
 
+@pytest.mark.parametrize(("chunks", "output", "tokens_per_step"), [(8, 5, 1.0), (2.5, 101, 1.0), (4, 201, 2.0)])
+def test_with_a_chunk_in_each_step_more_requests_only_wait(chunks, output, tokens_per_step):
+    """A request is at work for as many steps as it has chunks, and then for as many as its other tokens take: with a
+    chunk in each step, (chunks + steps) / chunks requests are. Each further one waits for one more prefill."""
+    step = 0.2 / chunks  # of a chunk, in which decoding takes no time of its own
+    at_work = (chunks + (output - 1) / tokens_per_step) / chunks
+    facts = {"chunks": chunks, "output": output, "tokens_per_step": tokens_per_step}
+    some, more = (load(work(**facts), math.ceil(at_work) + beyond) for beyond in (50, 60))
+    for each in (some, more):
+        assert each.at_work == pytest.approx(at_work, rel=1e-5)
+        assert each.tpot_seconds == pytest.approx(step / tokens_per_step, rel=1e-5)
+        assert each.requests_per_s == pytest.approx(1 / 0.2)
+    assert more.ttft_seconds - some.ttft_seconds == pytest.approx(10 * 0.2, rel=0.01)
+    assert load(work(**facts), 1).at_work == 1
+
+
+def test_short_prompts_have_no_more_requests_at_work_than_chunks_have_room_for():
+    """20 prompts fit into a chunk, and each request is at work for its prefill and 100 steps: 2,020 at most. A step of
+    20 prompts takes its own 10 ms and 2 ms for each of them; of 3,020 requests, 1,000 wait for 50 such steps."""
+    facts = {"chunks": 1, "prefill": 0.012, "at_once": 20}
+    some, more = (load(work(**facts), batch) for batch in (2020, 3020))
+    assert (some.at_work, more.at_work) == (2020, 2020)
+    assert more.tpot_seconds == pytest.approx(0.01 + 20 * 0.002, rel=0.01)
+    assert more.requests_per_s == pytest.approx(20 / (0.01 + 20 * 0.002), rel=0.01)
+    assert more.ttft_seconds == pytest.approx(50 * 0.05, rel=0.1)
+
+
+def test_throughput_never_falls_with_more_requests_where_chunks_take_all_steps():
+    (row,) = served(output=16, chunk=256, prompt=2048).rows
+    rates = [point.tokens_per_s for point in row.points]
+    assert rates == pytest.approx(sorted(rates))
+    assert row.points[-1].joules_per_token == pytest.approx(row.best.joules_per_token, rel=1e-3)
+
+
 def test_short_prompts_share_a_chunk():
     crowded = {at_once: load(work(chunks=1, output=5, prefill=0.01, at_once=at_once), 16) for at_once in (1, 8)}
     assert crowded[1].requests_per_s == pytest.approx(1 / 0.01)
@@ -621,8 +656,11 @@ def test_a_draft_reads_the_prompt_too():
 
 
 def test_a_longer_prompt_is_never_served_faster_beyond_a_chunk_either():
+    """Of so many requests that steps have no room for more chunks, no more make their tokens at a time: they only wait
+    for prefill, so that their tokens follow one another as before."""
     rows = [served(prompt=prompt).rows[0] for prompt in (2040, 2048, 2049)]
-    for values in ([row.best.tokens_per_s for row in rows], [-row.points[-1].tpot_seconds for row in rows]):
+    few = [-row.points[4].tpot_seconds for row in rows]
+    for values in (few, *([row.points[place].tokens_per_s for row in rows] for place in (4, -1))):
         assert values == pytest.approx(sorted(values, reverse=True), rel=1e-3)
 
 

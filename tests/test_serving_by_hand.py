@@ -15,7 +15,8 @@ from torch import nn
 from flopmeter import FlopMeter, HardwareError, ServingError, load_hardware
 from flopmeter.ask.serve.asked import ServingPlan, check_draft
 from flopmeter.ask.serve.engine import pack
-from flopmeter.ask.serve.formats import Quantised, in_formats, quantised
+from flopmeter.ask.serve.formats import in_formats
+from flopmeter.ask.serve.published import Quantised, quantised
 from flopmeter.ask.serve.queue import RequestWork, load
 from flopmeter.ask.serve.serving import ServingRow, _Server
 from flopmeter.ask.serve.steps import StepCost
@@ -246,6 +247,15 @@ def test_prefill_apart_sends_the_cache_and_is_paid_for(has_network):
     assert found.dollars_per_hour == pytest.approx(2.0 * (1 + 8 * 0.1 / 0.7))  # of the best point: eight at a time
 
 
+def test_steps_that_grow_faster_than_their_requests_keep_the_batch_small():
+    """Two make 2 / (.2 + 1) requests a second; three, in steps of 25 ms between those of two and of four, fewer."""
+    steps = Steps({1: step(10, None), 2: step(10, None), 4: step(40, None), 8: step(160, None)})
+    found = row(steps, holds=MANY, chunk=None)
+    assert found.best is not None
+    assert found.best.requests_per_s == pytest.approx(2 / 1.2)
+    assert found.limited_by == "more than 2 requests at a time make no more tokens"
+
+
 # --- what keeps the batch from being larger --------------------------------------------------------------------------
 
 UNLIMITED = {"joules": None}
@@ -267,9 +277,8 @@ UNLIMITED = {"joules": None}
         (8, {"slo": {"ttft": 0.101, "tpot": 0.0105}}, 1, "TTFT and TPOT with more than 1 request at a time"),
         (8, {"slo": {"tpot": 0.009}}, None, "one request alone has its first token after 100 ms and the others every"),
         (8, {"slo": {"ttft": 0.09}, "output": 1}, None, "one request alone has its first token after 100 ms: no batch"),
-        # Four chunks of .1 s in steps that cost nothing more. For 10 tokens of .01 s after the first, at most 2.5
-        # requests a second get their chunks, and four want 4 / (.4 + .1 + 3 * (.4 - .04)) = 2.53.
-        (8, {"chunk": 1000, "output": 11}, 4, "prefill, which takes all steps that there are, with more than 4"),
+        # Four steps with a chunk each and ten of decoding: with a chunk in each step there is room for 14 / 4 = 3.5.
+        (8, {"chunk": 1000, "output": 11}, 4, "with 4 requests at a time each step has a full chunk of prompts"),
     ],
 )  # fmt: skip
 def test_the_most_requests_at_a_time_are_told_with_what_keeps_them_from_being_more(fit, asked, best, said):
@@ -305,6 +314,12 @@ def said(**facts: Any) -> Quantised:
     return quantised(SimpleNamespace(quantization_config=facts))
 
 
+def group(bits: int, kind: str, inputs: Any = None, targets: Any = ("Linear",), **weights: Any) -> dict[str, Any]:
+    """The groups of a config of compressed-tensors of which there is one."""
+    facts = {"num_bits": bits, "type": kind, **weights}
+    return {"group_0": {"targets": list(targets), "weights": facts, "input_activations": inputs}}
+
+
 @pytest.mark.parametrize(
     ("facts", "weights", "bits"),
     [
@@ -314,6 +329,16 @@ def said(**facts: Any) -> Quantised:
         ({"quant_method": "gptq", "bits": 4}, "int4", 4 + 16 / 128),
         ({"quant_method": "gptq", "bits": 8, "group_size": 32}, None, None),
         ({"quant_method": "fp8", "bits": 8, "group_size": 32}, "fp8", 8),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": True}, "int4", 4 + 16 / 64),
+        ({"quant_method": "modelopt", "config_groups": group(4, "float", group_size=16)}, "nvfp4", 4 + 8 / 16),
+        ({"config_groups": group(4, "float", group_size=32)}, "mxfp4", 4 + 8 / 32),
+        ({"config_groups": group(4, "int", group_size=32)}, "int4", 4 + 16 / 32),
+        ({"config_groups": group(4, "int", group_size=32, symmetric=False)}, "int4", 4 + 20 / 32),
+        ({"config_groups": group(4, "int", strategy="channel")}, "int4", 4 + 16 / 128),
+        ({"config_groups": group(8, "float", strategy="tensor")}, "fp8", 8),
+        ({"config_groups": group(8, "int")}, "int8", 8),
+        ({"config_groups": group(2, "int")}, None, None),
+        ({"config_groups": group(8, "int") | {"group_1": group(8, "float")["group_0"]}}, None, None),
         ({"quant_method": "unheard of"}, None, None),
         ({}, None, None),
     ],
@@ -329,12 +354,43 @@ def test_modules_keep_their_weights_by_their_path_or_by_that_of_what_they_are_in
     names = ["language_model.model.layers.*.self_attn", "model.layers.7", "lm_head"]
     kept = {
         "model.layers.0.self_attn": True, "model.layers.0.self_attn.q_proj": True, "model.layers.7.mlp.up_proj": True,
-        "lm_head": True, "model.layers.0.mlp.up_proj": False, "model.layers.70.mlp": False, "model.lm_head": False,
-        "model": False,
+        "lm_head": True, "model.layers.0.mlp.up_proj": False, "model.layers.70.mlp": False, "model": False,
     }  # fmt: skip
     for option in ("modules_to_not_convert", "ignored_layers", "ignore"):
         found = said(**{option: names})
         assert {path: found.is_kept(f"Model.{path}") for path in kept} == kept
+
+
+def test_modules_keep_their_weights_by_the_end_of_their_path_or_a_regular_expression():
+    """As MiniMax-M2 and Kimi K2 Thinking name them. transformers matches ends too (`should_convert_module`)."""
+    by_end = said(quant_method="fp8", modules_to_not_convert=["gate", "self_attn.o_proj"])
+    kept = {"mlp.gate": True, "self_attn.o_proj": True, "mlp.experts": False, "mlp.a_gate": False}
+    assert {path: by_end.is_kept(f"Model.model.layers.1.{path}") for path in kept} == kept
+    ignored = ["lm_head", "re:.*self_attn.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+    by_expression = said(config_groups=group(4, "int", group_size=32), ignore=ignored)
+    kept = {"self_attn.q_proj": True, "mlp.gate_proj": True, "mlp.experts": False, "mlp.gate": False}
+    assert {path: by_expression.is_kept(f"Model.model.layers.1.{path}") for path in kept} == kept
+
+
+def test_a_group_of_modules_leaves_all_others_as_they_were():
+    experts = said(config_groups=group(4, "int", targets=[r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"]))
+    everywhere = said(config_groups=group(4, "int"))
+    for path, only_experts in {"mlp.experts": False, "self_attn.q_proj": True}.items():
+        assert experts.is_kept(f"Model.model.layers.1.{path}") is only_experts
+        assert not everywhere.is_kept(f"Model.model.layers.1.{path}")
+
+
+def test_weights_alone_are_unpacked_and_with_their_inputs_they_multiply_in_their_type():
+    for bits, kind, product in ((8, "float", "fp8"), (8, "int", "int8")):
+        alone, both = (said(config_groups=group(bits, kind, inputs)) for inputs in (None, {"num_bits": bits}))
+        assert (alone.format_of(alone.weights).product, both.format_of(both.weights).product) == (None, product)
+
+
+def test_a_way_of_quantising_that_is_not_known_is_named():
+    assert said(quant_method="bitsandbytes", load_in_4bit=True).unknown == "bitsandbytes"
+    assert said(quant_method="gptq", bits=8).unknown == "gptq of 8 bits"
+    assert "2 groups" in said(config_groups=group(8, "int") | {"b": group(8, "float")["group_0"]}).unknown
+    assert [said().unknown, said(quant_method="fp8").unknown] == [None, None]
 
 
 @pytest.mark.parametrize(("form", "of_tokens", "of_weights"), [("fp8", 0.5, 0.5), ("int4", 1, 4.125 / 16)])

@@ -285,7 +285,7 @@ def show(text: str, options: argparse.Namespace) -> None:
     """Print it, or write it to the file of --output."""
     options.progress.stop()
     if options.output is None:
-        print(text)
+        print(text.rstrip("\n"))
         return
     with writing(options.output):
         Path(options.output).write_text(text.rstrip("\n") + "\n", encoding="utf-8")

@@ -93,7 +93,9 @@ def read_report(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ReportFileError(f"{path} cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise ReportFileError(f"{path} is no JSON ({error})") from None
+        raise ReportFileError(
+            f"{path} is no JSON ({error}): write a report with `flopmeter table TARGET --format json`"
+        ) from None
     version = report.get("schema_version") if isinstance(report, dict) else None
     if not isinstance(report, dict) or not {"totals", "rows", "hardware", "mode", "title"} <= report.keys():
         raise ReportFileError(f"{path} is no report: write one with `flopmeter table TARGET --format json`")

@@ -132,7 +132,7 @@ def _report(runs: Mapping[int, RanAsRank], script: Script, ending: Ending) -> Ru
 
 def _print(text: str, options: argparse.Namespace) -> None:
     if options.output is None:
-        print(text, file=sys.stderr)
+        print(text.rstrip("\n"), file=sys.stderr)
     else:
         show(text, options)
 

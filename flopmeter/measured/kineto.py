@@ -142,7 +142,9 @@ def _document(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ProfileError(f"{path} cannot be read ({error.strerror or error})") from None
     except (ValueError, EOFError, zlib.error, RecursionError) as error:
-        raise ProfileError(f"{path} is no JSON ({error})") from None
+        raise ProfileError(
+            f"{path} is no JSON ({error}): give a trace that torch.profiler wrote with export_chrome_trace()"
+        ) from None
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise ProfileError(f"{path} is no trace of torch.profiler: write one with export_chrome_trace()")
     return document

@@ -165,9 +165,19 @@ def hub_config(name: str) -> Any:
         raise TargetError(f'{name} is no model config: it lacks "model_type", such as "llama"') from None
     except (ValueError, TypeError) as error:
         raise TargetError(f"{name} is no model config ({type(error).__name__}: {error})") from error
-    if model_type not in types:
+    kind = types[model_type] if model_type in types else _config_class(values)
+    if kind is None:
         raise TargetError(f"{name}: transformers knows no model type {model_type!r}; a newer version may")
-    return _made(name, lambda: types[model_type].from_dict(values))
+    return _made(name, lambda: kind.from_dict({**values, "model_type": kind.model_type}))
+
+
+def _config_class(values: dict[str, Any]) -> Any:
+    """The config class of the first architecture that transformers has; None where it has none of them. Some models
+    name a type of their own and a known architecture, by which engines go: Kimi K2 that of DeepSeek-V3."""
+    transformers = _installed("transformers")
+    classes = (getattr(transformers, name, None) for name in values.get("architectures") or ())
+    known = (getattr(own, "config_class", None) for own in classes)
+    return next((own for own in known if own is not None), None)
 
 
 def _made(name: str, make: Callable[[], Any]) -> Any:

@@ -1,7 +1,7 @@
 """The number types: one entry each in `DTYPES`, with what holds for a type everywhere.
 
 What hardware or a library does with a type stands with them: energy in device/power.py, grouped matmuls in
-launch/grouped_matmul.py, sums in a switch in records/collectives.py, formats of weights in ask/serve/formats.py.
+launch/grouped_matmul.py, sums in a switch in records/collectives.py, formats of weights in ask/serve/published.py.
 """
 
 from __future__ import annotations

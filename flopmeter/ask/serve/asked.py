@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flopmeter.ask.checks import check_share, check_whole
 from flopmeter.ask.serve.cache import ServingError
 from flopmeter.ask.serve.decoder import Decoder
-from flopmeter.ask.serve.formats import HEAD, KV_BYTES, WEIGHTS, has_product, quantised
+from flopmeter.ask.serve.formats import HEAD, KV_BYTES, has_product
+from flopmeter.ask.serve.published import WEIGHTS, quantised
 from flopmeter.ask.serve.queue import expected_tokens
 from flopmeter.ask.serve.steps import StepCost, StepModel
 from flopmeter.device.cluster import Cluster, cluster_of
@@ -169,14 +171,29 @@ def _of_requests(plan: ServingPlan, own: Decoder, draft: StepModel | None) -> It
         )
 
 
+MOST_NAMES = 6  # in a line
+
+
+def _of_all_layers(modules: Iterable[str]) -> str:
+    """The names of modules, each once for all layers."""
+    names = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in modules))
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {counted(more, 'other')}" if more > 0 else "")
+
+
 def _of_weights(own: StepModel, devices: Sequence[Hardware]) -> Iterator[str]:
     published = quantised(own.decoder.config)
     if published.weights:
         so = "" if published.weights == own.weights else f": weights={published.weights!r} serves it so"
         yield f"by its config the model was published in {published.weights}{so}"
+    elif published.unknown:
+        yield (
+            f"by its config the model was published as {published.unknown}, a format that is not known here: weights"
+            f" are taken as {own.weights} (--weights says in which others)"
+        )
     chosen = published.format_of(own.weights)
     if own.weights != "bf16":
-        kept = ", ".join(name for name in published.kept if name != HEAD)
+        kept = _of_all_layers(name for name in published.kept if name != HEAD)
         yield (
             f"weights in {own.weights}: {figure(chosen.bits)} bits; {chosen.what}; lm_head as it is"
             + (f", and by the config {kept}" if kept else "")

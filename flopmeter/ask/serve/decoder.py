@@ -112,10 +112,11 @@ class Decoder:
         return kept, cache
 
     def _first_step(self, cache: Any, new: int = 1) -> Sequence[Kernel]:
-        with _in_one_line(f"{self.title} of transformers does not run as a server runs it"):
+        split = f" when it is split over {self.ranks} GPUs by its config" * (self.ranks > 1)
+        with _in_one_line(f"{self.title} of transformers does not run as a server runs it{split}"):
             with FlopMeter(routing="independent", checks="hold") as meter:
                 self._run(cache, 1, new, 1)
-        return meter.report().kernels
+        return in_one_kernel(meter.report().kernels)
 
     def _runs(self) -> bool:
         with contextlib.suppress(ServingError):
@@ -141,7 +142,7 @@ class Decoder:
                 f"a step of {self.title} of transformers runs every expert on every token, which no server does: it"
                 " cannot be served"
             )
-        stops = sum(kernel.cost.blocks_host for kernel in in_one_kernel(kernels))
+        stops = sum(kernel.cost.blocks_host for kernel in kernels)
         if stops > self.config.num_hidden_layers:
             raise ServingError(
                 f"a step of {self.title} of transformers stops the host {stops} times, as where experts run one after"
@@ -337,6 +338,16 @@ _SHARED = ("num_key_value_heads", "mamba_n_groups", "n_groups")  # fewer of them
 _FACTORS = ("mamba_expand", "expand")  # of the width: they need not stay whole
 
 
+class _Factor(float):
+    """A factor with which a whole number becomes a whole number again."""
+
+    def __mul__(self, size: float) -> float:
+        product = float(self) * size
+        return int(product) if isinstance(size, int) and product.is_integer() else product
+
+    __rmul__ = __mul__
+
+
 def _split(config: Any, ranks: int) -> Any:
     share = copy.deepcopy(config)
     if ranks == 1:
@@ -375,10 +386,10 @@ def _share(name: str, size: Any, ranks: int) -> Any:
         return size
     if isinstance(size, list):
         return [_share(name, each, ranks) for each in size]
-    if name in _SHARED:
-        return max(1, size // ranks)
+    if name in _SHARED and ranks % size == 0:
+        return 1
     if name in _FACTORS and size % ranks:
-        return size / ranks
+        return _Factor(size / ranks)
     if size % ranks and not name.startswith("vocab_size"):
         raise ServingError(f"{name} {size} cannot be split over {ranks} GPUs: take a divisor")
     return -(-size // ranks)

@@ -25,18 +25,26 @@ PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj",
 """Children of one module that read the same input: `qkv_proj`, `gate_up_proj` and `fused_qkv_a_proj` of vLLM."""
 
 
+class _Joined:
+    """Weights of linear layers of one input, one after another in memory. Where layers are tied, so are these."""
+
+    def __init__(self, own: Sequence[nn.Parameter]):
+        self.own = own  # kept, so that no other parameter gets the id of one of them
+        self.sizes = [len(weight) for weight in own]
+        self.whole = own[0].new_empty(sum(self.sizes), own[0].shape[1])
+        self.parts = [nn.Parameter(part, requires_grad=False) for part in self.whole.split(self.sizes)]
+
+
 class _Packed:
     """Linear layers whose weights lie one after another, so that one product gives the outputs of all."""
 
-    def __init__(self, layers: Sequence[nn.Linear]):
-        self._sizes = [layer.out_features for layer in layers]
-        like = layers[0].weight
-        self._weight = like.new_empty(sum(self._sizes), like.shape[1])
-        self._bias = None if layers[0].bias is None else like.new_empty(sum(self._sizes))
+    def __init__(self, layers: Sequence[nn.Linear], joined: _Joined):
+        self._sizes, self._weight = joined.sizes, joined.whole
+        self._bias = None if layers[0].bias is None else self._weight.new_empty(sum(self._sizes))
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
-        for place, (layer, weight) in enumerate(zip(layers, self._weight.split(self._sizes), strict=True)):
-            layer.weight = nn.Parameter(weight, requires_grad=False)
+        for place, (layer, weight) in enumerate(zip(layers, joined.parts, strict=True)):
+            layer.weight = weight
             setattr(layer, "forward", functools.partial(self._output, place))  # noqa: B010
 
     def _output(self, place: int, x: Tensor) -> Tensor:
@@ -52,11 +60,14 @@ class _Packed:
 
 def pack(model: Any) -> None:
     """Packs the projections of each module of the model that engines pack."""
+    known: dict[tuple[int, ...], _Joined] = {}  # by the ids of the weights
     for module in list(model.modules()):
         for names in PACKED:
             layers: list[Any] = [getattr(module, name, None) for name in names]
             if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
-                _Packed(layers)
+                own = [layer.weight for layer in layers]
+                joined = known.setdefault(tuple(map(id, own)), _Joined(own))
+                _Packed(layers, joined)
 
 
 def choose_tokens(logits: Tensor) -> None:

@@ -4,78 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
 
 from flopmeter.ask.serve.engine import with_newest_attention, with_one_sort
+from flopmeter.ask.serve.published import NOTHING_KEPT, Quantised
 from flopmeter.device.hardware import Hardware, HardwareError
 from flopmeter.launch.grouped_matmul import in_one_kernel, is_grouped
 from flopmeter.records import ATTENTION, Cost, GroupedMatmulWork, Kernel, MatmulWork, Region, Trace
 
 HEAD = "lm_head"  # scores the vocabulary; it stays as it is, like embeddings and norms
-_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")  # of a quantization_config: module names, with stars
-_OF_METHODS = {"mxfp4": "mxfp4", "fp8": "fp8", "fbgemm_fp8": "fp8", "gptq": "int4", "awq": "int4"}
-
-
-class WeightFormat(NamedTuple):
-    """How the weights of products are kept."""
-
-    bits: float  # of one weight, its share of a scale included
-    product: str | None  # the type in which a device multiplies, if it can; None: weights are unpacked in the kernel
-    what: str
-
-
-def in_groups(size: int, *, has_zeros: bool = False) -> WeightFormat:
-    """4 bits, and for each group of that many weights a scale, perhaps with a zero point of 4 bits (GPTQ, AWQ)."""
-    scale = "a 16-bit scale and a zero point" if has_zeros else "a 16-bit scale"
-    bits = 4 + (16 + 4 * has_zeros) / size
-    return WeightFormat(bits, None, f"{scale} for {size} weights, unpacked in the product")
-
-
-WEIGHTS = {
-    "bf16": WeightFormat(16, None, "as the model has them"),
-    "fp8": WeightFormat(8, "fp8", "products in fp8, activations quantised in the kernel before"),
-    "int8": WeightFormat(8, "int8", "products in int8, activations quantised in the kernel before"),
-    "int4": in_groups(128),
-    "mxfp4": WeightFormat(4 + 8 / 32, None, "an 8-bit scale for 32 weights (OCP MX), unpacked in the product"),
-    "nvfp4": WeightFormat(4 + 8 / 16, "fp4", "an 8-bit scale for 16 numbers, products in fp4, activations alike"),
-}
-
-
-class Quantised(NamedTuple):
-    """What a config says of the weights that were published with it."""
-
-    weights: str | None  # of WEIGHTS; None: it says nothing, or something else
-    kept: tuple[str, ...]  # modules whose weights are as they were
-    form: WeightFormat | None = None  # if it says more of it than WEIGHTS has
-
-    def format_of(self, weights: str) -> WeightFormat:
-        return self.form if self.form is not None and weights == self.weights else WEIGHTS[weights]
-
-    def is_kept(self, module: str) -> bool:
-        """Whether the module of this path, which begins with the model's class, or one around it is among them."""
-        parts = module.split(".")[1:]
-        paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-        return any(fnmatchcase(path, each) for path in paths for each in self.kept)
-
-
-def quantised(config: Any) -> Quantised:
-    """What the `quantization_config` of a config of transformers says."""
-    own = getattr(config, "quantization_config", None) or {}
-    facts = own if isinstance(own, dict) else own.to_dict()
-    kept = next((facts[name] for name in _LEFT_OUT if facts.get(name)), ())
-    weights, group = _OF_METHODS.get(str(facts.get("quant_method"))), facts.get("group_size") or 0
-    if weights == "int4" and facts.get("bits", 4) != 4:
-        weights = None
-    has_zeros = facts.get("zero_point") or facts.get("sym") is False
-    form = in_groups(group, has_zeros=bool(has_zeros)) if weights == "int4" and group > 0 else None
-    return Quantised(weights, tuple(name.replace("language_model.", "") for name in kept), form)
-
-
 KV_BYTES = {"bf16": 2.0, "fp8": 1.0}
-
-
-NOTHING_KEPT = Quantised(None, ())
 
 
 def in_formats(

@@ -18,11 +18,16 @@ Prefill as one step of P seconds stops decoding: x = P, and the request's own pr
 p seconds that run in the same steps as decoding, it reads the weights with it. Such a step takes l longer than the
 chunk, which is D - d where the device never waits for the host, with d for the step of one sequence alone, whose time
 is that of the weights: x = n (p + l - D), and T = n (p + l (b - 1) / b). A last chunk that is not full is shared with
-the next prompt, so n is no whole number; c prompts go into one chunk. More chunks than steps there cannot be:
-r <= c / T.
+the next prompt, so n is no whole number; c prompts go into one chunk. More chunks than steps there cannot be. While a
+request is at work, for n + (output - 1) / E steps, each of b requests brings n / c chunks; so no more are at work than
 
-In front of a prefill stand half a step of decoding and the prefills of others, each of S = T / c. These are the b - 1
-requests of which each comes back Z = (output - 1) TPOT after its own, at random; so the time at prefill is R in
+    B = c / n (n + (output - 1) / E)
+
+and all others wait for their prefill. T, TPOT and r are those of b or of B, whichever is smaller.
+
+In front of a prefill stand half a step of decoding and the prefills of others, each of S = x + n D / c, or P if prefill
+stops decoding. These are the b - 1 requests of which each comes back Z = (output - 1) TPOT after its own, at random; so
+the time at prefill is R in
 
     R = S (1 + q - u / 2),  q = r' R (b - 1) / b,  u = r' S (b - 1) / b,  r' = b / (R + Z)
 
@@ -55,7 +60,7 @@ class RequestWork(NamedTuple):
     chunks: float  # n above; 0: prefill stops decoding
     longer: Callable[[float], float]  # l above, by how many requests share a step
     is_apart: bool = False  # GPUs of their own for prefill
-    by_power: Callable[[int], float] = lambda _: 0.0  # least seconds of all b requests under the power limit, by b
+    by_power: Callable[[float], float] = lambda _: 0.0  # least seconds of all b requests under the power limit, by b
     at_once: float = 1.0  # prompts that go into one chunk: c above
     transfer: float = 0.0  # of the prompt's cache, to the GPUs that decode
 
@@ -68,6 +73,7 @@ class Load(NamedTuple):
     tpot_seconds: float | None  # None of one token, which prefill gives
     requests_per_s: float
     prefill_servers: float  # for each that decodes; 0: the same does both
+    at_work: float  # of the batch: all others wait for their prefill
 
 
 def expected_tokens(draft_tokens: int, acceptance: float) -> float:
@@ -79,22 +85,31 @@ def expected_tokens(draft_tokens: int, acceptance: float) -> float:
 
 def load(work: RequestWork, batch: int) -> Load:
     """The server's load."""
-    step = work.decode(batch)
-    others = (batch - 1) / batch
-    longer = work.longer(batch) if work.chunks else 0.0
+    at_work = min(batch, _room(work))
+    step = work.decode(at_work)
+    others = (at_work - 1) / at_work
+    longer = work.longer(at_work) if work.chunks else 0.0
     own = work.prefill + work.chunks * longer * others
     extra = 0.0 if work.is_apart else max(0.0, work.prefill + work.chunks * (longer - step))
     before = 0.0 if work.is_apart else own  # what a request spends on the GPUs that decode, before they do
     after = work.output - 1
-    decoding = max(after * step / work.tokens_per_step + extra * (batch - 1), work.by_power(batch) - before)
-    rate = batch / (before + decoding)
+    decoding = max(after * step / work.tokens_per_step + extra * (at_work - 1), work.by_power(at_work) - before)
+    rate = at_work / (before + decoding)
     if work.is_apart:
         wait, servers = PREFILL_LOAD * own / (2 * (1 - PREFILL_LOAD)), rate * own / PREFILL_LOAD
     else:
-        rate, servers = min(rate, work.at_once / own), 0.0
-        wait = _wait_seconds(own / work.at_once, decoding, batch) + step / 2 * others
+        service = extra + work.chunks * step / work.at_once if work.chunks else own
+        wait, servers = _wait_seconds(service, decoding, batch) + step / 2 * others, 0.0
     tpot = decoding / after if after else None
-    return Load(batch, own + wait + work.transfer, tpot, rate, servers)
+    return Load(batch, own + wait + work.transfer, tpot, rate, servers, at_work)
+
+
+def _room(work: RequestWork) -> float:
+    """B above: how many requests can be at work at the same time."""
+    if work.is_apart or not work.chunks:
+        return math.inf
+    steps = work.chunks + (work.output - 1) / work.tokens_per_step
+    return steps * work.at_once / work.chunks
 
 
 def _wait_seconds(service: float, away: float, requests: int) -> float:

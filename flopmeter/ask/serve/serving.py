@@ -115,7 +115,7 @@ _COLUMNS: list[ColumnOf[ServingRow]] = [
     ColumnOf("$/M tokens", _of_best(lambda point: point.dollars_per_million_tokens)),
     ColumnOf("energy $/M", _of_best(lambda point: point.energy_dollars_per_million_tokens)),
     ColumnOf("alone: TTFT ms", lambda row: row.points[0].ttft_seconds, in_ms),
-    ColumnOf("TPOT ms", lambda row: row.points[0].tpot_seconds, _optional(in_ms)),
+    ColumnOf("alone: TPOT ms", lambda row: row.points[0].tpot_seconds, _optional(in_ms)),
 ]
 
 
@@ -343,7 +343,7 @@ class _Server:
             transfer=transfer,
         )
 
-    def _seconds_by_power(self, batch: int) -> float:
+    def _seconds_by_power(self, batch: float) -> float:
         joules, watts = self._joules(batch), self._device.limit_watts
         if joules is None or watts is None or self._plan.is_disaggregated:
             return 0.0
@@ -375,11 +375,15 @@ class _Server:
             )
             others = "" if best.tpot_seconds is None else f", TPOT {duration(best.tpot_seconds)}"
             return f"{full} (TTFT {duration(best.ttft_seconds)}{others})"
-        over = " and ".join(self._over(loads[best.batch])) or "prefill, which takes all steps that there are,"
-        return f"{over} with more than {counted(best.batch * self._plan.copies, 'request')} at a time"
+        requests, more = counted(best.batch * self._plan.copies, "request"), loads[best.batch]
+        if over := " and ".join(self._over(more)):
+            return f"{over} with more than {requests} at a time"
+        if more.at_work < more.batch:
+            return f"with {requests} at a time each step has a full chunk of prompts: more would only wait"
+        return f"more than {requests} at a time make no more tokens"
 
     def _point(self, each: Load) -> ServingPoint:
-        plan, joules = self._plan, self._joules(each.batch)
+        plan, joules = self._plan, self._joules(each.at_work)
         requests_per_s = each.requests_per_s * plan.copies
         tokens_per_s = requests_per_s * plan.output
         gpus = plan.gpus * (1 + each.prefill_servers)
@@ -400,7 +404,7 @@ class _Server:
             else 1e6 * joules_per_token / JOULES_PER_KWH * plan.dollars_per_kwh,
         )
 
-    def _joules(self, batch: int) -> float | None:
+    def _joules(self, batch: float) -> float | None:
         """Joules of one request, on all GPUs: its prefill, and its share of the steps of decoding. GPUs of prefill
         alone also draw their idle power while they wait."""
         plan, chunk, alone, decode = self._plan, self._prefill_chunk, self._alone, self._decode(batch).joules

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from flopmeter.ask.meters import Meters
 from flopmeter.ask.serve.decoder import Decoder
-from flopmeter.ask.serve.formats import in_formats, narrow_bytes, quantised
+from flopmeter.ask.serve.formats import in_formats, narrow_bytes
+from flopmeter.ask.serve.published import quantised
 from flopmeter.device.cluster import Cluster, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware
 from flopmeter.device.peer_memory import all_reduce_seconds
