@@ -60,7 +60,7 @@ def standing_in(note: Callable[[str], None]) -> AbstractContextManager[None]:
 def _patched(note: Callable[[str], None]) -> Iterator[None]:
     module: Any = sys.modules[_MODULE]
     with ExitStack() as undo:
-        home = module.CUDA_HOME or str(undo.enter_context(cuda_home(torch.version.cuda)))
+        home = module.CUDA_HOME or str(undo.enter_context(cuda_home(str(torch.version.cuda))))
         undo.enter_context(applied(_patches(module, home, note)))
         yield
 
@@ -75,4 +75,4 @@ def _patches(module: Any, home: str, note: Callable[[str], None]) -> Iterator[Pa
         return SimpleNamespace(**KERNELS[name])
 
     yield Patch(module, "load", load, "its kernels need the compiler of CUDA")
-    yield Patch(module, "CUDA_HOME", home, "programs ask the compiler in it for its version; a CPU build looks for none")
+    yield Patch(module, "CUDA_HOME", home, "programs ask its compiler for the version; a CPU build looks for none")
