@@ -301,6 +301,14 @@ def test_apex_updates_and_norms_are_one_kernel():
     }
 
 
+def test_a_program_may_name_xformers_operator_among_those_that_a_checkpoint_keeps():
+    with flopmeter.cuda(A100, wishes=Wishes(shims=("xformers",))):
+        import xformers.ops  # noqa: F401 - as lingua does
+
+        assert isinstance(torch.ops.xformers_flash.flash_fwd.default, torch._ops.OpOverload)
+        torch.ones(1, device="cuda")
+
+
 def test_apexs_lists_of_tensors_are_scaled_and_normed_without_a_wait():
     """What Megatron-LM does to its gradients: 4 bytes of each number are read for the norm; 4 more are read to be
     scaled, and written. Nothing of the shim is left."""
