@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopmeter.torch_names.operators import aten
+
 
 class FusedAdam(torch.optim.Adam):
     """apex.optimizers.FusedAdam. Raises NotImplementedError for AMSGrad, as apex does, and for master weights."""
@@ -85,31 +87,31 @@ class FusedLayerNormAffineFunction:
         return cls.forward(None, *args)
 
 
-_Lists = Sequence[Sequence[torch.Tensor]]
+_TensorLists = Sequence[Sequence[torch.Tensor]]
 
 
-def _multi_tensor_applier(op: Callable[..., Any], skipped: torch.Tensor, lists: _Lists, *args: Any) -> Any:
+def _multi_tensor_applier(op: Callable[..., Any], skipped: torch.Tensor, lists: _TensorLists, *args: Any) -> Any:
     """apex.multi_tensor_apply.multi_tensor_applier: the op on all tensors at once, in chunks of its kernel's."""
     return op(2048 * 32, skipped, lists, *args)
 
 
 @torch.no_grad()
-def _multi_tensor_scale(chunk: int, skipped: torch.Tensor, lists: _Lists, scale: float) -> None:
+def _multi_tensor_scale(chunk: int, skipped: torch.Tensor, lists: _TensorLists, scale: float) -> None:
     """amp_C.multi_tensor_scale: each number is read and written once. Into other tensors than it reads, torch has a
     kernel of the same bytes that only copies."""
     sources, targets = map(list, lists)
     if all(source is target for source, target in zip(sources, targets, strict=True)):
-        torch._foreach_mul_(targets, scale)
+        aten._foreach_mul_(targets, scale)
     else:
-        torch._foreach_copy_(targets, sources)
+        aten._foreach_copy_(targets, sources)
 
 
 @torch.no_grad()
 def _multi_tensor_l2norm(
-    chunk: int, skipped: torch.Tensor, lists: _Lists, per_tensor: bool = False
+    chunk: int, skipped: torch.Tensor, lists: _TensorLists, per_tensor: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """amp_C.multi_tensor_l2norm: the norm of all of them together, and of each if asked for."""
-    norms = torch.stack(torch._foreach_norm(list(lists[0]), 2, dtype=torch.float32))
+    norms = torch.stack(aten._foreach_norm(list(lists[0]), 2, dtype=torch.float32))
     return torch.linalg.vector_norm(norms, keepdim=True), norms if per_tensor else norms.new_empty(0)
 
 
