@@ -233,3 +233,11 @@ def test_a_constant_like_another_of_which_a_part_is_written_is_what_it_is_on_the
         large[:4].fill_(1.0)
         with pytest.raises(DataDependentError):
             large[:1].tolist()
+
+
+def test_bytes_of_a_constant_like_another_are_not_all_alike():
+    with FlopMeter():
+        ones = torch.ones_like(torch.empty(2, device="meta").exp())
+        assert ones.view(torch.int32).tolist() == torch.ones(2).view(torch.int32).tolist()
+        with pytest.raises(DataDependentError):
+            ones.view(torch.uint8).tolist()

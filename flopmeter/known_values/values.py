@@ -103,7 +103,7 @@ class Values:
         if is_weight(tensor) or (cell.version is not None and not self._adopt(cell, tensor)):
             del self.cells[cell.address]
             return False
-        return True
+        return not cell.is_uniform or cell.memory.nbytes() == tensor.element_size()  # a view of another type has others
 
     def has_stand_in(self, tensor: Tensor) -> bool:
         """Whether the value is unknown, and something stands in for it."""
