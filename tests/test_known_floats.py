@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flopmeter import DataDependentError, FlopMeter, on_meta
 
@@ -173,3 +174,70 @@ def test_ctc_loss_takes_lengths_that_on_meta_brought_in():
 def test_ctc_loss_of_lengths_that_nobody_knows_is_refused():
     with pytest.raises(DataDependentError):
         ctc([torch.randint(8, (2,), device="meta") for _ in range(2)])
+
+
+def chosen(scores: Tensor) -> Tensor:
+    """Which tokens an expert gets, as Megatron-LM masks them: zeros like the scores, ones where an expert is picked."""
+    picks = torch.topk(scores, k=2, dim=1).indices
+    mask = torch.zeros_like(scores).int().scatter(1, picks, 1).bool()
+    return torch.arange(len(scores), device=scores.device).expand(4, -1).masked_select(mask.T.contiguous())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("tokens", [16, 1 << 19])  # a float mask of more than 2^20 elements, too
+def test_a_mask_that_begins_as_zeros_like_the_scores_selects_as_many_as_were_picked(tokens, checkpointed):
+    """Also where a checkpoint computes the forward pass again in the middle of the backward pass."""
+    sizes = []
+
+    def experts(x: Tensor) -> Tensor:
+        sizes.append(len(chosen(x)))
+        return x.exp()
+
+    with FlopMeter(routing="balanced"):
+        x = torch.empty(tokens, 4, device="meta", requires_grad=True)
+        y = checkpoint(experts, x, use_reentrant=False) if checkpointed else experts(x)
+        y.sum().backward()
+    assert sizes == [2 * tokens] * (2 if checkpointed else 1)
+
+
+def test_what_is_written_into_zeros_like_another_is_unknown():
+    with FlopMeter():
+        unknown = torch.empty(3, device="meta").exp()
+        zeros = torch.zeros_like(unknown)
+        assert zeros.tolist() == [0.0] * 3
+        assert (torch.full_like(unknown, 2.5) * 2).tolist() == [5.0] * 3
+        zeros[1:].add_(unknown[1:])
+        with pytest.raises(DataDependentError):
+            zeros.tolist()
+
+
+PARTS_WRITTEN: dict[str, Callable[[Tensor], Any]] = {
+    "one": lambda x: x[0].fill_(4.0),
+    "a slice": lambda x: x[1:].zero_(),
+    "through a view": lambda x: x.view(2, 2)[1].add_(1),
+    "all": lambda x: x.fill_(3.0),
+    "all, by itself": lambda x: x.add_(1),
+    "by a mask": lambda x: x.masked_fill_(torch.tensor([True, False, True, False], device=x.device), 2.0),
+}
+
+
+@pytest.mark.parametrize("name", PARTS_WRITTEN)
+def test_a_constant_like_another_of_which_a_part_is_written_is_what_it_is_on_the_cpu(name):
+    true = torch.ones(4)
+    PARTS_WRITTEN[name](true)
+    with FlopMeter():
+        made = torch.ones_like(torch.empty(4, device="meta").exp())
+        PARTS_WRITTEN[name](made)
+        assert made.tolist() == true.tolist()
+        large = torch.zeros_like(torch.empty(1 << 21, device="meta").exp())
+        large[:4].fill_(1.0)
+        with pytest.raises(DataDependentError):
+            large[:1].tolist()
+
+
+def test_bytes_of_a_constant_like_another_are_not_all_alike():
+    with FlopMeter():
+        ones = torch.ones_like(torch.empty(2, device="meta").exp())
+        assert ones.view(torch.int32).tolist() == torch.ones(2).view(torch.int32).tolist()
+        with pytest.raises(DataDependentError):
+            ones.view(torch.uint8).tolist()

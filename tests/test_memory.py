@@ -157,6 +157,23 @@ def test_parameters_and_buffers_that_no_op_touches_count():
     assert memory_when(model, x).at_peak["parameters"] == (100 + 100 + 7) * FLOAT
 
 
+def test_a_module_may_have_an_attribute_named_as_one_of_torchs_methods():
+    """Megatron-LM's DistributedDataParallel keeps its gradients in a list named `buffers`."""
+
+    class Around(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+            self.buffers = []
+
+        def forward(self, x):
+            return self.module(x)
+
+    with torch.device("meta"):
+        model, x = Around(nn.Linear(10, 10, bias=False)), torch.empty(1, 10)
+    assert memory_when(model, x).at_peak["parameters"] == 100 * FLOAT
+
+
 def test_parameters_that_a_model_gets_after_its_first_call_count():
     """As adapters do that are added to a model which has run."""
     with torch.device("meta"):

@@ -202,6 +202,10 @@ def test_the_program_is_told_what_it_is_told_on_the_gpu():
         assert (str(x.device), x.is_cuda, x.is_meta, x.get_device(), x.type()) == (
             "cuda:0", True, False, 0, "torch.cuda.FloatTensor",
         )  # fmt: skip
+        assert isinstance(x, torch.cuda.FloatTensor)
+        assert isinstance(nn.Parameter(x.half()), (torch.cuda.FloatTensor, torch.cuda.HalfTensor))
+        assert not isinstance(x, (torch.FloatTensor, torch.cuda.HalfTensor))
+        assert not isinstance(torch.ones(2), torch.cuda.FloatTensor)
         assert torch.cuda.is_available()
         assert torch.cuda.device_count() == 2
         assert torch.cuda.get_device_name() == "NVIDIA H100 80GB HBM3"

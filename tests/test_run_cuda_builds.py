@@ -8,6 +8,7 @@ import os
 import sys
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -92,6 +93,14 @@ def test_a_program_may_keep_and_set_the_states_of_the_devices_generators():
         assert torch.equal(generator.get_state(), kept)
         generator.graphsafe_set_state(generator.graphsafe_get_state())
     assert torch.cuda.default_generators is before
+
+
+def test_each_gpu_of_a_node_has_a_generator():
+    with flopmeter.cuda(A100, gpus=4):
+        assert len(torch.cuda.default_generators) == 4
+        assert torch.cuda.default_generators[3].get_state().shape == (16,)
+        with pytest.raises(IndexError):
+            _ = torch.cuda.default_generators[4]
 
 
 def test_a_script_reads_which_gpus_were_chosen_and_the_driver_finds_none(monkeypatch):

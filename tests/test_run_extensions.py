@@ -52,6 +52,24 @@ def test_other_kernels_are_not_compiled(script, capsys):
     assert "it compiles kernels for CUDA" in capsys.readouterr().err.splitlines()[-1]
 
 
+ASKS_THE_COMPILER = """
+import subprocess
+import torch
+from torch.utils.cpp_extension import CUDA_HOME
+
+answer = subprocess.check_output([CUDA_HOME + "/bin/nvcc", "-V"], universal_newlines=True).split()
+assert answer[answer.index("release") + 1].rstrip(",") == torch.version.cuda, answer
+assert subprocess.run([CUDA_HOME + "/bin/nvcc", "kernel.cu"]).returncode == 1
+torch.ones(3, device="cuda").exp()
+"""
+
+
+def test_a_program_that_asks_cudas_compiler_for_its_version_is_told_that_of_torch(script, capfd):
+    """Megatron-LM asks before it starts, and compiles nothing."""
+    assert main(["run", script(ASKS_THE_COMPILER)]) == 0
+    assert "nvcc: flopmeter compiles nothing for CUDA" in capfd.readouterr().err
+
+
 TELLS_ITS_RANK = """
 import os, sys
 import torch

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +211,59 @@ def test_what_a_script_registers_with_torch_once_a_process_each_rank_registers(t
     report = reported(["--gpus", "2", str(tmp_path / "train.py")], capsys)
     assert report["totals"]["flops"] == 3 * 4  # one for each element
     assert not hasattr(torch.ops.of_a_stage, "twice")
+
+
+IMPORTS_LATE = """
+import torch, torch.distributed as dist
+import torch.imported_late
+dist.init_process_group("nccl")
+if dist.get_rank():
+    dist.send_object_list(["ready"], 0)
+else:
+    dist.recv_object_list([None], 1)
+torch.ops.of_torch.twice(torch.ones(4, device="cuda"))
+"""
+
+
+def test_what_torch_registers_when_a_program_makes_it_import_a_module_stays(tmp_path, monkeypatch, capsys):
+    """As inductor registers its prims once a process: the second rank's functions were not compiled without them."""
+    (tmp_path / "site-packages").mkdir()
+    text = REGISTERS["a library of operators"].replace("of_a_stage", "of_torch")
+    (tmp_path / "site-packages" / "imported_late.py").write_text("import torch\n" + text)
+    monkeypatch.setattr(torch, "__path__", [*torch.__path__, str(tmp_path / "site-packages")])
+    (tmp_path / "train.py").write_text(IMPORTS_LATE)
+    try:
+        assert reported(["--gpus", "2", str(tmp_path / "train.py")], capsys)["totals"]["flops"] == 4
+    finally:
+        sys.modules.pop("torch.imported_late").library._destroy()
+        del torch.imported_late
+
+
+COMPILED = """
+import torch, torch.distributed as dist
+import stages._bisect
+from stages import mesh
+assert stages._bisect.bisect_left([1, 3], 2) == 1
+dist.init_process_group("nccl")
+mesh.make()
+if dist.get_rank():
+    dist.send_object_list(["ready"], 0)
+else:
+    dist.recv_object_list([None], 1)
+torch.ones(4, device="cuda").add_(1)
+"""
+
+
+def test_a_package_with_a_compiled_module_begins_anew_for_each_rank_but_for_that_module(tmp_path, capsys):
+    """Megatron-LM has one that reads its data, and a module that holds the arguments, which are set once."""
+    file = find_spec("_bisect").origin
+    if not str(file).endswith(tuple(EXTENSION_SUFFIXES)):
+        pytest.skip("this Python has no compiled modules of its own")
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "mesh.py").write_text(MESH)
+    shutil.copy(file, tmp_path / "stages")
+    (tmp_path / "train.py").write_text(COMPILED)
+    reported(["--gpus", "2", str(tmp_path / "train.py")], capsys)
 
 
 def test_a_resolver_of_omegaconf_each_rank_registers(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -298,6 +299,60 @@ def test_apex_updates_and_norms_are_one_kernel():
         "native_layer_norm": 1,
         "native_layer_norm_backward": 1,
     }
+
+
+def test_a_program_may_name_xformers_operator_among_those_that_a_checkpoint_keeps():
+    with flopmeter.cuda(A100, wishes=Wishes(shims=("xformers",))):
+        import xformers.ops  # noqa: F401 - as lingua does
+
+        assert isinstance(torch.ops.xformers_flash.flash_fwd.default, torch._ops.OpOverload)
+        torch.ones(1, device="cuda")
+
+
+def test_apexs_lists_of_tensors_are_scaled_and_normed_without_a_wait():
+    """What Megatron-LM does to its gradients: 4 bytes of each number are read for the norm; 4 more are read to be
+    scaled, and written. Nothing of the shim is left."""
+    sizes = (3_000, 5_000)
+
+    def program():
+        import amp_C
+        from apex.multi_tensor_apply import multi_tensor_applier
+
+        gradients = [torch.zeros(size, device="cuda") for size in sizes]
+        skipped = torch.zeros(1, dtype=torch.int, device="cuda")
+        for _ in range(2):
+            norm, each = multi_tensor_applier(amp_C.multi_tensor_l2norm, skipped, [gradients], True)
+            assert (norm.shape, each.shape) == ((1,), (2,))
+            multi_tensor_applier(amp_C.multi_tensor_scale, skipped, [gradients, gradients], 0.5)
+            copies = [torch.empty_like(each) for each in gradients]
+            multi_tensor_applier(amp_C.multi_tensor_scale, skipped, [gradients, copies], 1.0)
+
+    with flopmeter.cuda(A100, steps=2, wishes=Wishes(shims=("apex",))) as device:
+        program()
+    assert "amp_C" not in sys.modules
+    found = kernels(device.report().step)
+    assert not any(kernel.cost.blocks_host for kernel in device.report().step.kernels)
+    numbers = 4 * sum(sizes) * 2  # twice in this program, which is no loop of steps
+    assert found["_foreach_norm"].bytes_read == numbers
+    for name in ("_foreach_mul_", "_foreach_copy_"):
+        assert (found[name].bytes_read, found[name].bytes_written) == (numbers, numbers)
+
+
+def test_apexs_function_of_a_norm_has_the_kernels_of_torchs_and_names_its_arguments():
+    def program(is_apexs):
+        from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction as Norm
+
+        assert "memory_efficient" in inspect.getfullargspec(Norm.forward).args
+        model = nn.LayerNorm(64).cuda()
+        if is_apexs:
+            model.forward = lambda x: Norm.apply(x, model.weight, model.bias, torch.Size([64]), 1e-5)
+        train(model, torch.zeros(8, 64, device="cuda"))
+
+    own, torchs = (stepped("apex", lambda each=each: program(each)) for each in (True, False))
+    work = [
+        [(kernel.cost.name, kernel.cost.bytes, kernel.cost.flops) for kernel in each.kernels] for each in (own, torchs)
+    ]
+    assert work[0] == work[1]
 
 
 @pytest.mark.parametrize(("capturable", "waits"), [(False, 1), (True, 0)])

@@ -44,6 +44,24 @@ def test_a_copy_to_the_host_is_full_of_stand_ins_in_the_type_asked_for():
     assert assumed == [f"{FLOAT} (1x)"]
 
 
+def test_a_list_of_tensors_of_the_gpu_is_read_one_by_one_into_a_tensor_of_their_type():
+    """As Megatron-LM adds up the norms of its gradients. torch makes a tensor of the host of such a list."""
+    got, assumed = read(lambda x: torch.tensor([[x.sum(), x.max()], [torch.tensor(7.0), x[:1]]]))
+    assert (got.dtype, got.device.type) == (torch.float32, "cpu")
+    assert got.tolist() == [[1.0, 1.0], [7.0, 1.0]]
+    assert assumed == [f"{FLOAT} (3x)"]
+    half, _ = read(lambda x: torch.tensor((x.half().sum(), x.half().max())))
+    assert half.dtype is torch.float16
+
+
+def test_a_list_of_tensors_of_the_gpu_that_becomes_one_there_is_read_too():
+    with FlopMeter("h100-sxm5-80gb", unknown="stand-in") as meter:
+        x = torch.empty(3, device="meta").exp()
+        made = torch.as_tensor([x.sum(), x.max()], device="meta")
+    assert made.is_meta
+    assert [kernel.cost.name for kernel in meter.report().kernels].count("_local_scalar_dense") == 2
+
+
 def test_a_copy_into_a_tensor_of_the_host_overwrites_it_with_stand_ins():
     host = torch.full((3,), 9)
     got, assumed = read(lambda x: host.copy_(x.argsort()))

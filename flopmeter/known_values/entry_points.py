@@ -137,6 +137,12 @@ def _knower(tensor: Any) -> Knowledge | None:
 def _constructor(original: Callable[..., Tensor], name: str, position: int) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def construct(*args: Any, **kwargs: Any) -> Tensor:
+        data = args[position] if position < len(args) else kwargs.get(name)
+        if isinstance(data, (list, tuple)) and _open.stack and _open.stack[-1].assume.stands_in:
+            if position < len(args):
+                args = (*args[:position], _read(data), *args[position + 1 :])
+            else:
+                kwargs = {**kwargs, name: _read(data)}
         try:
             result = original(*args, **kwargs)
         except RuntimeError:
@@ -144,16 +150,24 @@ def _constructor(original: Callable[..., Tensor], name: str, position: int) -> C
                 raise
             # Under torch.func.grad torch cannot build constants on meta, but it can on the CPU.
             return original(*args, **{**kwargs, "device": "cpu"}).to("meta")
-        if (known := _knower(result)) is not None:
-            data = args[position] if position < len(args) else kwargs[name]
-            if not isinstance(data, Tensor):
-                tensor = _bare(result)
-                known.on_new(tensor)
-                if not known.values.knows(tensor) and not is_weight(tensor):
-                    _remember(known, tensor, data)
+        if (known := _knower(result)) is not None and not isinstance(data, Tensor):
+            tensor = _bare(result)
+            known.on_new(tensor)
+            if not known.values.knows(tensor) and not is_weight(tensor):
+                _remember(known, tensor, data)
         return result
 
     return construct
+
+
+def _read(data: Any) -> Any:
+    """The nested lists, with tensors of the host in place of those on meta, each of which torch reads by an `.item()`
+    that no mode sees."""
+    if isinstance(data, (list, tuple)):
+        return [_read(item) for item in data] if any(isinstance(item, (Tensor, list, tuple)) for item in data) else data
+    if _knower(data) is None or data.numel() != 1:
+        return data
+    return _true_tensor(data.item(), dtype=data.dtype, device="cpu")
 
 
 def _bare(tensor: Tensor) -> Tensor:

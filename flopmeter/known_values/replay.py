@@ -18,6 +18,7 @@ from flopmeter.known_values.values import (
     is_count,
     is_small,
     no_modes,
+    spans_storage,
 )
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.operators import aten_overloads as aten
@@ -25,8 +26,12 @@ from flopmeter.torch_names.operators import aten_overloads as aten
 # If the inputs of these ops have the same value everywhere, so has the result, however large they are.
 KEEPS_UNIFORM = frozenset((
     aten.any.default, aten.all.default, aten.logical_not.default, aten.bitwise_not.default, aten.logical_or.default,
-    aten.logical_and.default, aten.bitwise_or.Tensor, aten.bitwise_and.Tensor, aten.mul.Tensor,
+    aten.logical_and.default, aten.bitwise_or.Tensor, aten.bitwise_and.Tensor, aten.mul.Tensor, aten._to_copy.default,
 ))  # fmt: skip
+
+
+# Ops that write one number everywhere.
+FILLS = frozenset((aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default))
 
 
 class Invocation(NamedTuple):
@@ -84,6 +89,7 @@ class Knowledge:
 
     def replay(self, call: Invocation) -> Any:
         """Run the op on meta and, if all its inputs are known and small, on their values too."""
+        self._ready_to_write(list(call.written()), call.func in FILLS)
         knows = self.knows_all(call.tensors)
         result = call.run()
         outputs = list(tensors_in(result))
@@ -96,10 +102,21 @@ class Knowledge:
         elif knows and call.func in KEEPS_UNIFORM and all(map(self.values.is_uniform, call.tensors)):
             with no_modes():
                 ones = [self.values.read(tensor).flatten()[0] for tensor in call.tensors]
-                self.set_all(result, call.func(*ones, *call.args[len(ones) :], **call.kwargs))
+                self.set_all(result, call.func(*ones, *call.args[len(ones) :], **self.real(call.kwargs)))
         else:
             self.forget(call.written())
         return result
+
+    def _ready_to_write(self, written: list[Tensor], fills: bool) -> None:
+        """What is kept as one number for a whole tensor is kept element by element, or forgotten, unless all of it
+        gets another number. (The many states of an optimizer that are written at once would take memory.)"""
+        for tensor in filter(self.values.is_uniform, written):
+            if fills and spans_storage(tensor):
+                continue
+            if len(written) == 1:
+                self.values.keep_each(tensor)
+            else:
+                self.values.forget(tensor)
 
     def _counts(self, call: Invocation, outputs: list[Tensor]) -> bool:
         """Whether the call computes integers from integers whose stand-ins it can take: one more than an unknown count

@@ -30,6 +30,7 @@ from flopmeter.known_values.values import address, is_discrete, is_weight, no_mo
 from flopmeter.records.sparse_layouts import COMPRESSED, pointers_and_indices
 from flopmeter.torch_names.operators import aten_overloads as aten
 from flopmeter.torch_names.operators import of_tensors
+from flopmeter.torch_names.private import graph_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +186,21 @@ def _start_blank(known: Knowledge, tensor: Tensor) -> None:
 
 
 def filled(known: Knowledge, call: Invocation) -> Any:
-    """zeros_like, new_full, ...: constants; of the tensor argument only the shape matters."""
+    """zeros_like, new_full, ...: constants; of the tensor argument only the shape matters. Floats become masks (zeros
+    like the scores, ones where an expert was picked). Of those in a backward pass, but for what it computes again,
+    no program asks for the value."""
     result = call.run()
-    if result.is_meta and is_discrete(result) and known.is_small(result):
+    if not result.is_meta or result.layout is not torch.strided:
+        return result
+    name = call.func.overloadpacket.__name__
+    fill = call.argument(2, "fill_value") if name == "new_full" else call.argument(1, "fill_value")
+    fill = _FILLS.get(name, fill)
+    if is_discrete(result) and known.is_small(result):
         _start_blank(known, result)
-        name = call.func.overloadpacket.__name__
-        fill = call.argument(2, "fill_value") if name == "new_full" else call.argument(1, "fill_value")
-        known.values.read(result).fill_(_FILLS.get(name, fill))
+        known.values.read(result).fill_(fill)
+    elif result.dtype.is_floating_point and (torch.is_grad_enabled() or graph_task() == -1):
+        with no_modes():
+            known.values.spread(result, torch.tensor(fill, dtype=result.dtype, device="cpu"))
     return result
 
 

@@ -46,7 +46,7 @@ class _Twinning:
         if isinstance(tree, Tensor):
             return self._tensor(tree)
         if isinstance(tree, nn.Module):
-            for tensor in (*tree.parameters(), *tree.buffers()):
+            for tensor in (*tree.parameters(), *nn.Module.buffers(tree)):
                 self._tensor(tensor)
             return copy.deepcopy(tree, self._memo)
         if isinstance(tree, UserDict):

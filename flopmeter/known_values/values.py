@@ -105,7 +105,7 @@ class Values:
         if is_weight(tensor) or (cell.version is not None and not self._adopt(cell, tensor)):
             del self.cells[cell.address]
             return False
-        return True
+        return not cell.is_uniform or cell.memory.nbytes() == tensor.element_size()  # a view of another type has others
 
     def has_stand_in(self, tensor: Tensor) -> bool:
         """Whether the value is unknown, and something stands in for it."""
@@ -151,6 +151,18 @@ class Values:
         cell = KnownStorage(storage, value.to(tensor.dtype).clone().untyped_storage(), self._on_death)
         cell.is_uniform = True
         self.cells[cell.address] = cell
+
+    def keep_each(self, tensor: Tensor) -> None:
+        """The value of a uniform tensor, of which a part is about to be written, is kept element by element, or is
+        unknown if that is too much."""
+        storage = tensor.untyped_storage()
+        cell = self.cells[storage._cdata]
+        whole = torch.empty(0, dtype=tensor.dtype, device="meta").set_(storage)
+        if not is_small(whole):
+            self.forget(tensor)
+            return
+        one = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(cell.memory, 0, (), ())
+        cell.memory, cell.is_uniform = one.repeat(len(whole)).untyped_storage(), False
 
     def is_uniform(self, tensor: Tensor) -> bool:
         """Whether the value is kept as one element for the whole tensor."""

@@ -12,7 +12,7 @@ import functools
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -124,7 +124,7 @@ class CudaModule:
         for name, value in self.nvtx.answers().items():
             yield Patch(torch.cuda.nvtx, name, value, "ranges are rows of the report")
         for name, dtype in _DTYPES.items():
-            yield Patch(torch.cuda, name, LegacyType(name, dtype), "torch.cuda.FloatTensor and its kin")
+            yield Patch(torch.cuda, name, LegacyType(name, dtype, self._named), "torch.cuda.FloatTensor and its kin")
         cudnn = torch.backends.cudnn
         yield Patch(cudnn, "is_available", lambda: True, "CUDA wheels bring cuDNN")
         yield Patch(cudnn, "version", lambda: self._target.cudnn_version, "the one that CUDA wheels bring")
@@ -155,7 +155,8 @@ class CudaModule:
 
     def answers(self) -> dict[str, Any]:
         """The answers by their name in torch.cuda."""
-        return {**self._about_devices(), **self._about_memory(), **self._about_streams(), **_ABOUT_RANDOM}
+        random = {"default_generators": _Generators(self._named), **_ABOUT_RANDOM}
+        return {**self._about_devices(), **self._about_memory(), **self._about_streams(), **random}
 
     def _about_devices(self) -> dict[str, Any]:
         named = self._named
@@ -424,8 +425,20 @@ class _Generator:
     graphsafe_get_state = clone_state
 
 
+class _Generators(Sequence[_Generator]):
+    """One for each GPU of the run; of how many it is may be told by the program."""
+
+    def __init__(self, named: NamedCuda) -> None:
+        self._named, self._one = named, _Generator()
+
+    def __len__(self) -> int:
+        return self._named.count
+
+    def __getitem__(self, index: Any) -> Any:
+        return ((self._one,) * len(self))[index]
+
+
 _ABOUT_RANDOM: Mapping[str, Any] = {
-    "default_generators": (_Generator(),),
     "initial_seed": lambda: 0,
     "get_rng_state": _rng_state,
     "get_rng_state_all": lambda: [_rng_state()],

@@ -1,4 +1,5 @@
-"""CUDA kernels that a package compiles when it runs (torch.utils.cpp_extension.load): those that torch has too.
+"""CUDA kernels that a package compiles when it runs (torch.utils.cpp_extension): those that torch has too stand in, and
+a program that only asks for the version of CUDA's compiler gets it.
 
 Works around: the compiler of CUDA and the GPU that they need.
 Until: never; where flopmeter runs there is neither.
@@ -8,13 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flopmeter.run.driver_tool import cuda_home
 from flopmeter.run.patches import Patch, applied
 from flopmeter.torch_names.imported import entered_once_imported
 from flopmeter.torch_names.operators import aten
@@ -51,11 +53,19 @@ KERNELS: Mapping[str, Mapping[str, Callable[..., Any]]] = {"fused_adam": {"multi
 
 def standing_in(note: Callable[[str], None]) -> AbstractContextManager[None]:
     """In this context programs get these kernels where they would compile them."""
-    return entered_once_imported(_MODULE, lambda: applied(_patches(note)))
+    return entered_once_imported(_MODULE, lambda: _patched(note))
 
 
-def _patches(note: Callable[[str], None]) -> Iterator[Patch]:
+@contextmanager
+def _patched(note: Callable[[str], None]) -> Iterator[None]:
     module: Any = sys.modules[_MODULE]
+    with ExitStack() as undo:
+        home = module.CUDA_HOME or str(undo.enter_context(cuda_home(str(torch.version.cuda))))
+        undo.enter_context(applied(_patches(module, home, note)))
+        yield
+
+
+def _patches(module: Any, home: str, note: Callable[[str], None]) -> Iterator[Patch]:
     compiled = module.load
 
     def load(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -65,3 +75,4 @@ def _patches(note: Callable[[str], None]) -> Iterator[Patch]:
         return SimpleNamespace(**KERNELS[name])
 
     yield Patch(module, "load", load, "its kernels need the compiler of CUDA")
+    yield Patch(module, "CUDA_HOME", home, "programs ask its compiler for the version; a CPU build looks for none")

@@ -27,6 +27,9 @@ class Names(Protocol):
     def real(self, value: Any) -> Any:
         """META for the name of the device."""
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor is on it."""
+
 
 def _in_place_of(true: Any) -> Any:
     """A metaclass for a class that replaces `true`: instances of `true` are its own, and the two are equal."""
@@ -78,10 +81,15 @@ def generator_type(cuda: Names) -> type:
 
 
 class LegacyType:
-    """torch.cuda.FloatTensor and its kin: makes tensors of a dtype from sizes or data."""
+    """torch.cuda.FloatTensor and its kin: makes tensors of a dtype from sizes or data, and tells which are of it."""
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.__name__, self.dtype = name, dtype
+    def __init__(self, name: str, dtype: torch.dtype, cuda: Names) -> None:
+        self.__name__, self.dtype, self._cuda = name, dtype, cuda
+
+    def __instancecheck__(self, value: Any) -> bool:
+        if not isinstance(value, Tensor) or value.dtype != self.dtype or value.layout != torch.strided:
+            return False
+        return self._cuda.holds(value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = getattr(torch, self.__name__)(*args, **kwargs)

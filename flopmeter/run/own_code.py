@@ -7,12 +7,14 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from flopmeter.run.patches import Patch
 
@@ -59,17 +61,41 @@ class OwnCode:
 @contextmanager
 def forgotten_after() -> Iterator[None]:
     """What the program imports of its own code in this context is imported again when it runs again, as in a new
-    process: modules hold what may be made only once, such as a mesh. (Packages with a compiled module cannot be loaded
-    twice and stay.)"""
+    process: modules hold what may be made only once, such as a mesh. (A compiled module cannot be loaded twice: the new
+    import finds the one that is loaded.)"""
     before = set(sys.modules)
     try:
         yield
     finally:
         files = {name: _file_of(module) for name, module in list(sys.modules.items()) if name not in before}
-        compiled = {name.partition(".")[0] for name, file in files.items() if file.endswith(_COMPILED)}
         for name, file in files.items():
-            if file and name.partition(".")[0] not in compiled and is_own(name, file):
-                del sys.modules[name]
+            if file and is_own(name, file):
+                module = sys.modules.pop(name)
+                if file.endswith(_COMPILED):
+                    _Loaded.keep(module)
+
+
+class _Loaded(MetaPathFinder, Loader):
+    """Finds compiled modules that this process has loaded, by their files."""
+
+    _modules: ClassVar[dict[str, ModuleType]] = {}
+
+    @classmethod
+    def keep(cls, module: ModuleType) -> None:
+        cls._modules[_file_of(module)] = module
+        if not any(isinstance(finder, cls) for finder in sys.meta_path):
+            sys.meta_path.insert(0, cls())
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.origin not in self._modules:
+            return None
+        return spec_from_file_location(name, spec.origin, loader=self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._modules[spec.origin or ""]
+
+    def exec_module(self, module: ModuleType) -> None: ...
 
 
 def _file_of(module: ModuleType) -> str:

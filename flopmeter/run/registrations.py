@@ -57,9 +57,13 @@ def _undone(original: Callable[..., Any], undo_it: Callable[[Any], Any], undo: E
 
 
 def _is_of_own_code() -> bool:
-    names = ((frame.f_globals.get("__name__", ""), frame.f_code.co_filename) for frame in callers())
-    module, file = next((name, file) for name, file in names if name.partition(".")[0] not in _IN_BETWEEN)
-    return is_own(module, file)
+    for frame in callers():
+        module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+        if module.partition(".")[0] not in _IN_BETWEEN:
+            return is_own(module, file)
+        if frame.f_code.co_name == "<module>":
+            return False  # one of torch's own is imported, which happens once
+    return False
 
 
 def _destroy(library: Any) -> None:

@@ -206,7 +206,7 @@ class WeightFiles:
     def _has_no_data(self, obj: Any) -> bool:
         """Whether it contains tensors on the named device."""
         if isinstance(obj, nn.Module):
-            obj = [*obj.parameters(), *obj.buffers()]
+            obj = [*obj.parameters(), *nn.Module.buffers(obj)]
         leaves = tree_leaves(obj)
         if any(isinstance(leaf, Tensor) and self._named.holds(leaf) for leaf in leaves):
             return True

@@ -248,7 +248,8 @@ class Recorder(TorchDispatchMode):
         module made late exist by then."""
         if graph_task() == -1:  # else a checkpoint recomputes
             self.trace.forward_ends.append(len(self.trace.ops))
-        for parameter in (*module.parameters(), *module.buffers()):
+        # as torch defines it: a module may have an attribute of that name (that of Megatron-LM around a model does)
+        for parameter in (*module.parameters(), *nn.Module.buffers(module)):
             self._note_parameter(parameter)
 
     def enter_compiled(self, module: nn.Module) -> str:

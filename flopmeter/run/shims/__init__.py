@@ -34,10 +34,10 @@ def modules_of(package: str) -> Mapping[str, Mapping[str, object]]:
 @contextmanager
 def importable(packages: Collection[str], note: Callable[[str], None]) -> Iterator[None]:
     """In this context programs import the shims of these packages, even where the packages are installed."""
-    stood = {}  # what a package that is installed had imported
+    tops = {name.partition(".")[0] for package in packages for name in modules_of(package)}
+    before = [name for name in sys.modules if name.partition(".")[0] in tops]
+    stood = {name: sys.modules.pop(name) for name in before}  # what a package that is installed had imported
     for package in packages:
-        for name in [each for each in sys.modules if each.partition(".")[0] == package]:
-            stood[name] = sys.modules.pop(name)
         modules = {name: _Shim(name, contents, note) for name, contents in modules_of(package).items()}
         for name, module in modules.items():
             parent, _, own = name.rpartition(".")
@@ -50,7 +50,7 @@ def importable(packages: Collection[str], note: Callable[[str], None]) -> Iterat
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [each for each in sys.modules if each.partition(".")[0] in packages]:
+        for name in [each for each in sys.modules if each.partition(".")[0] in tops]:
             del sys.modules[name]
         sys.modules.update(stood)
 

@@ -2,16 +2,19 @@
 
 FusedAdam and FusedSGD update all parameters with multi-tensor kernels, as torch's optimizers do with fused=True; the
 fused norms are one kernel each way, as torch's. LARC is Python of its own (apex/parallel/LARC.py): norms, and a rate
-for each parameter by them.
+for each parameter by them. amp_C (csrc/amp_C_frontend.cpp) is the compiled module that apex installs: of it there are
+the kernels that scale a list of tensors and add up their squares, by which Megatron-LM clips gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from flopmeter.torch_names.operators import aten
 
 
 class FusedAdam(torch.optim.Adam):
@@ -67,6 +70,49 @@ class FusedRMSNorm(nn.RMSNorm):
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
+
+
+class FusedLayerNormAffineFunction:
+    """apex.normalization.fused_layer_norm.FusedLayerNormAffineFunction, which Megatron-LM's norms apply."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Any, weight: Any, bias: Any, normalized_shape: Any, eps: float, memory_efficient: bool = False
+    ) -> Any:
+        """Programs ask for the names of these arguments."""
+        return nn.functional.layer_norm(input, tuple(normalized_shape), weight, bias, eps)
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return cls.forward(None, *args)
+
+
+_TensorLists = Sequence[Sequence[torch.Tensor]]
+
+
+def _multi_tensor_applier(op: Callable[..., Any], skipped: torch.Tensor, lists: _TensorLists, *args: Any) -> Any:
+    """apex.multi_tensor_apply.multi_tensor_applier: the op on all tensors at once, in chunks of its kernel's."""
+    return op(2048 * 32, skipped, lists, *args)
+
+
+@torch.no_grad()
+def _multi_tensor_scale(chunk: int, skipped: torch.Tensor, lists: _TensorLists, scale: float) -> None:
+    """amp_C.multi_tensor_scale: each number is read and written once. Into other tensors than it reads, torch has a
+    kernel of the same bytes that only copies."""
+    sources, targets = map(list, lists)
+    if all(source is target for source, target in zip(sources, targets, strict=True)):
+        aten._foreach_mul_(targets, scale)
+    else:
+        aten._foreach_copy_(targets, sources)
+
+
+@torch.no_grad()
+def _multi_tensor_l2norm(
+    chunk: int, skipped: torch.Tensor, lists: _TensorLists, per_tensor: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """amp_C.multi_tensor_l2norm: the norm of all of them together, and of each if asked for."""
+    norms = torch.stack(aten._foreach_norm(list(lists[0]), 2, dtype=torch.float32))
+    return torch.linalg.vector_norm(norms, keepdim=True), norms if per_tensor else norms.new_empty(0)
 
 
 class LARC:
@@ -128,7 +174,9 @@ MODULES: dict[str, Any] = {
     "apex.amp": dict.fromkeys(("initialize", "master_params", "scale_loss"), _no_amp),
     "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD},
     "apex.normalization": _NORMS,
-    "apex.normalization.fused_layer_norm": _NORMS,
+    "apex.normalization.fused_layer_norm": {**_NORMS, "FusedLayerNormAffineFunction": FusedLayerNormAffineFunction},
+    "apex.multi_tensor_apply": {"multi_tensor_applier": _multi_tensor_applier},
+    "amp_C": {"multi_tensor_scale": _multi_tensor_scale, "multi_tensor_l2norm": _multi_tensor_l2norm},
     "apex.parallel": _PARALLEL,
     "apex.parallel.LARC": {"LARC": LARC},
 }

@@ -230,6 +230,13 @@ _OPS: dict[str, Any] = {
     "SwiGLU": PackedSwiGLU,
     "RMSNorm": XformersRMSNorm,
 }
+
+# A program may name the operator of xformers' FlashAttention among those whose results a checkpoint keeps, as lingua
+# does; nothing calls it here.
+_NAMES = torch.library.Library("xformers_flash", "FRAGMENT")
+if not hasattr(torch.ops.xformers_flash, "flash_fwd"):
+    _NAMES.define("flash_fwd(Tensor query, Tensor key, Tensor value) -> Tensor")
+
 DISTRIBUTION = "xformers"
 MODULES: dict[str, dict[str, Any]] = {
     "xformers": {"__version__": "0.0.35"},
