@@ -14,8 +14,9 @@ from flopmeter.records.powers_of_two import power_of_two_from
 
 
 def instructions(node: Any, reduced: int, sizes: Sizes) -> int:
-    """Of all threads of the kernel. What is the same for all that a reduction combines (`reduced` elements) is computed
-    once; what is repeated over other dimensions, such as the cosine of a position for each head, again for each.
+    """Of all threads of the kernel. What is the same for all that a reduction combines (`reduced` elements), or for all
+    rows, is computed once; what is repeated over other dimensions, such as the cosine of a position for each head,
+    again for each.
 
     Rows that registers hold are filled up to a power of two. If their elements are no neighbours in memory, a thread
     has one of each of its rows, and shares nothing."""
@@ -52,11 +53,13 @@ def _row_variables(body: Any, reduced: int, sizes: Sizes) -> set[Any]:
 
 
 class _CountedLoop:
-    """One loop of a kernel. `written`: the buffers of loops before it, whose elements are still in registers."""
+    """One loop of a kernel. `rows`: the variables that stay the same along a row. `written`: the buffers of loops
+    before it, whose elements are still in registers."""
 
     def __init__(self, body: Any, rows: set[Any], written: set[str], *, is_held: bool):
         self._body, self._rows, self._written, self._is_held = body, rows, written, is_held
-        self._moves: dict[Any, bool] = {}  # whether a node differs along a row
+        self._columns = {*body.iter_vars, *body.reduce_vars} - rows
+        self._symbols: dict[Any, set[Any]] = {}  # what the value of a node depends on
 
     @property
     def text(self) -> str:
@@ -66,21 +69,27 @@ class _CountedLoop:
 
     def instructions(self) -> int:
         """For an element."""
-        return sum(self._counts(self._body.root_block.graph))
+        return sum(self._counts(self._body.root_block.graph, set()))
 
-    def _counts(self, graph: Any) -> Iterator[int]:
+    def _counts(self, graph: Any, mask: set[Any]) -> Iterator[int]:
+        """`mask`: what decides which elements take part."""
         for node in graph.nodes:
             target = str(node.target)
-            self._moves[node] = not self._rows or self._differs(node, target)
-            if target in self._body.subblocks:  # of elements under a mask
-                yield from self._counts(self._body.subblocks[target].graph)
-            elif node.op == "call_method" and self._moves[node]:
+            of_inputs = (self._symbols.get(each, set()) for each in node.all_input_nodes)
+            symbols = mask.union(*of_inputs)
+            if target == "get_index":
+                symbols |= self._body.indexing_exprs[node.args[0]].free_symbols
+            self._symbols[node] = symbols
+            if target in self._body.subblocks:
+                yield from self._counts(self._body.subblocks[target].graph, symbols)
+                self._symbols[node] = symbols | self._rows | self._columns
+            elif node.op == "call_method" and self._is_of_element(symbols):
                 yield self._of_op(target, node)
 
-    def _differs(self, node: Any, target: str) -> bool:
-        if target == "get_index":
-            return bool(self._body.indexing_exprs[node.args[0]].free_symbols - self._rows)
-        return target in self._body.subblocks or any(self._moves.get(each, False) for each in node.all_input_nodes)
+    def _is_of_element(self, symbols: set[Any]) -> bool:
+        """Whether a value differs along a row and from row to row. A place that was looked up does both."""
+        looked_up = symbols - self._rows - self._columns
+        return not self._rows or bool(looked_up or (symbols & self._rows and symbols & self._columns))
 
     def _of_op(self, op: str, node: Any) -> int:
         if op in WITHOUT or op == "output" or (op == "load" and node.args[1] in self._written):
