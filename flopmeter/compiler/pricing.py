@@ -32,7 +32,7 @@ def fused(call: Call) -> Cost:
         conversions=_conversions(kernel) if any(count for _, count in flops) else 0,
         work=vector_work(
             _walk_of(kernel),
-            grid_of(kernel.rows, kernel.reduced, is_inner=kernel.is_inner),
+            grid_of(kernel.rows, kernel.reduced, is_inner=kernel.is_inner, loads=len(kernel.reads)),
             sum(origin.random_numbers for origin in kernel.origins),
             kernel.instructions,
         ),

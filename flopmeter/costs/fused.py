@@ -26,10 +26,6 @@ _ROW_BLOCK = 2048
 _ELEMENTS_OF_THREAD = 4
 _COMBINING = 18
 
-# Rows whose elements are no neighbours go through a block of 4 warps 64 at a time, 8 elements in each step
-# (`outer_config` in runtime/triton_heuristics.py). No step is loaded before the last one has been computed with.
-_ROWS_OF_BLOCK, _ELEMENTS_OF_STEP, _BLOCK_THREADS = 64, 8, 128
-
 # `rand` keeps one of the four numbers that ten rounds of Philox make (triton/language/random.py); torch's own kernels
 # use all four.
 _RANDOM_OPERATIONS = 4 * RANDOM_OPERATIONS
@@ -70,11 +66,29 @@ def is_held(reduced: int, *, is_inner: bool) -> bool:
     return reduced <= (_HELD_ELEMENTS if is_inner else _HELD_ELEMENTS_APART)
 
 
-def grid_of(rows: int, reduced: int, *, is_inner: bool) -> ThreadGrid | None:
-    """How threads step through rows that registers do not hold, if their elements are no neighbours in memory."""
+def grid_of(rows: int, reduced: int, *, is_inner: bool, loads: int = 0) -> ThreadGrid | None:
+    """How threads step through rows that registers do not hold, if their elements are no neighbours in memory. No step
+    is loaded before the last one has been computed with. `loads`: tensors that the kernel reads."""
     if is_inner or is_held(reduced, is_inner=False):
         return None
-    return ThreadGrid(ceil(rows / _ROWS_OF_BLOCK), _BLOCK_THREADS, ceil(reduced / _ELEMENTS_OF_STEP))
+    rows_of_block, elements_of_step = _outer_block(power_of_two_from(rows), reduced, loads)
+    return ThreadGrid(ceil(rows / rows_of_block), _BLOCK_THREADS, ceil(reduced / elements_of_step))
+
+
+_BLOCK_THREADS = 128  # of 4 warps
+
+
+def _outer_block(rows: int, reduced: int, loads: int) -> tuple[int, int]:
+    """Rows of a block, and how many elements of each it takes in a step (`outer_config_opt` in
+    runtime/triton_heuristics.py)."""
+    if rows <= 1024:
+        return max(min(rows // 128, 8), 2), min(reduced, 64)
+    if rows <= 8 * 4096:
+        return 16, 32
+    if loads >= 4 and reduced > 128:
+        return 32, 64 if reduced >= 2048 else 32
+    of_block = max(min(power_of_two_from(rows // 4096), 256), 64)
+    return of_block, 512 // of_block
 
 
 def walk_of(rows: int, reduced: int, read_bytes: int, bytes_written: int, *, is_inner: bool) -> tuple[Reread, ...]:
