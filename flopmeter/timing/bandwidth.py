@@ -138,7 +138,9 @@ def arithmetic_latency_cycles(hardware: Hardware) -> int:
 
 
 def issued_lanes(hardware: Hardware) -> int:
-    """Threads of whose instructions an SM of NVIDIA starts one in a cycle."""
+    """Threads of whose instructions an SM or compute unit starts one in a cycle."""
+    if hardware.vendor == "amd":
+        return constants.AMD_LANES_PER_COMPUTE_UNIT
     capability = hardware.compute_capability or (0, 0)
     return constants.ISSUED_LANES_BY_CAPABILITY.get(capability, constants.ISSUED_LANES_PER_SM)
 
@@ -179,8 +181,8 @@ def integer_seconds(operations: int, hardware: Hardware) -> float:
 
 
 def issuing_seconds(instructions: int, hardware: Hardware) -> float:
-    """Time in which the SMs of an NVIDIA GPU start so many threads' instructions; elsewhere that is not known."""
-    if not instructions or hardware.vendor != "nvidia":
+    """Time in which the SMs of a GPU start so many threads' instructions; elsewhere that is not known."""
+    if not instructions or hardware.vendor not in ("nvidia", "amd"):
         return 0.0
     started = issued_lanes(hardware) * hardware.sm_count * constants.ISSUED_SHARE
     return cycles_to_seconds(instructions / started, hardware)
