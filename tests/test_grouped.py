@@ -117,6 +117,60 @@ def test_balanced_routing_tells_how_long_the_groups_are():
     assert not any("groups" in line for line in report.assumptions)
 
 
+# --- which calls there are, and where results lie: as torch's own kernel of the CPU says ---------------------------
+
+ENDS = torch.tensor([2, 2, 5], dtype=torch.int32)
+CALLS = {
+    "groups of rows": ((6, 16), (3, 16, 48), {"offs": ENDS}),
+    "groups of rows, 49 columns": ((6, 16), (3, 49, 16), {"offs": ENDS}),
+    "groups of columns": ((3, 4, 16), (16, 48), {"offs": ENDS}),
+    "groups of columns, 49 in all": ((3, 4, 16), (49, 16), {"offs": ENDS}),
+    "groups of both": ((3, 4, 16), (3, 16, 48), {}),
+    "groups of both, 49 columns": ((3, 4, 16), (3, 49, 16), {}),
+    "groups of the depth": ((8, 16), (49, 16), {"offs": ENDS}),
+    "groups of the depth, of which one has more": ((8, 16), (24, 48), {"offs": ENDS}),
+    "another depth": ((6, 16), (3, 24, 48), {"offs": ENDS}),
+    "another depth of groups of columns": ((3, 4, 16), (24, 48), {"offs": ENDS}),
+    "rows of 49": ((6, 16), (3, 16, 49), {"offs": ENDS}),
+    "depth of 49": ((6, 49), (3, 49, 48), {"offs": ENDS}),
+    "no offsets": ((6, 16), (3, 16, 48), {}),
+    "offsets of groups of both": ((3, 4, 16), (3, 16, 48), {"offs": ENDS}),
+    "a bias": ((6, 16), (3, 16, 48), {"offs": ENDS, "bias": torch.zeros(48)}),
+    "to fp32": ((6, 16), (3, 16, 48), {"offs": ENDS, "out_dtype": torch.float32}),
+    "to bf16": ((6, 16), (3, 16, 48), {"offs": ENDS, "out_dtype": torch.bfloat16}),
+}
+
+
+def grouped_result(device: str, dtype: torch.dtype, case: str) -> object:
+    """Shape, strides and type; None where torch refuses. The second operand is turned where it is then deep enough."""
+    first, second, options = CALLS[case]
+    a, b = (torch.zeros(shape, dtype=dtype, device=device) for shape in (first, second))
+    options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    try:
+        out = torch._grouped_mm(a, b if b.size(-1) > 16 else b.mT, **options)
+    except RuntimeError:
+        return None
+    return out.shape, out.stride(), out.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("case", CALLS)
+def test_grouped_products_run_where_torchs_own_do_and_lie_as_theirs(case, dtype):
+    with FlopMeter("h100-sxm5-80gb"):
+        ours = grouped_result("meta", dtype, case)
+    assert ours == grouped_result("cpu", dtype, case)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_operands_of_which_no_dimension_lies_in_one_piece_are_refused_as_torch_does(turned):
+    for device in ("cpu", "meta"):
+        every_second = torch.zeros(6, 32, dtype=torch.float16, device=device)[:, ::2]
+        b = torch.zeros(3, 16, 48, dtype=torch.float16, device=device)
+        a, b = (b.mT, every_second.t()) if turned else (every_second, b)
+        with FlopMeter("h100-sxm5-80gb"), pytest.raises(RuntimeError):
+            torch._grouped_mm(a, b, offs=ENDS.to(device))
+
+
 # --- one kernel, or a loop ----------------------------------------------------------------------------------------
 
 
@@ -181,7 +235,7 @@ def test_training_in_fp16_runs_and_counts_three_products_of_the_same_work():
     a = meta(8, DEPTH, dtype=torch.float16).requires_grad_()
     b = meta(EXPERTS, DEPTH, WIDTH, dtype=torch.float16).requires_grad_()
     ends = ends_of([1] * EXPERTS)
-    report = metered(lambda: F.grouped_mm(a, b, offs=ends).sum().backward(), strict=True)
+    report = metered(lambda: F.grouped_mm(a, b, offs=ends).relu().sum().backward(), strict=True)
     assert sum(2 * kernel.cost.macs for kernel in report.kernels) == 3 * 2 * 8 * DEPTH * WIDTH
 
 

@@ -38,7 +38,7 @@ FOREACH = "foreach, fused and capturable optimizers and gradient clipping"
 MHA_FAST_PATH = "the fused inference path of nn.MultiheadAttention and nn.TransformerEncoderLayer"
 FLEX_ATTENTION = "flex_attention"
 TRITON = "Triton kernels of the program"
-GROUPED = "grouped products of fp16 and fp32 (grouped_mm)"
+GROUPED = "grouped products (grouped_mm)"
 COMPILE = "the marks of torch.compile regions"
 SCALED = "scaled products into a given tensor (_scaled_mm.out)"
 INT8 = "int8 products of out_dtype"
@@ -232,7 +232,6 @@ HOST_DESCRIPTORS = listed(
     "whether kernels take descriptors of the host's",
 )
 TRITON_OPERATORS = listed(TRITON, "torch._library.triton", "triton_ops_to_kernels", "which operators launch kernels")
-META_GROUPED_MM = listed(GROUPED, "torch._meta_registrations", "meta_grouped_mm", "torch's Meta kernel of _grouped_mm")
 IS_INT_MM = listed(INT8, "torch._higher_order_ops.out_dtype", "is_int_mm", "whether CUDA multiplies int8 matrices")
 COMPILED_MODULE = "_orig_mod"
 COMPILED_CALL = "_compiled_call_impl"

@@ -31,25 +31,31 @@ def install_int4(scope: Emulation) -> None:
 
 
 def install_grouped(scope: Emulation) -> None:
-    """Until 2.13 torch's Meta kernel takes bf16 only; the kernels of CUDA and the CPU take fp16 and fp32 too."""
+    """Until 2.13 torch's Meta kernel takes bf16 only, and pads rows only where torch was built for CUDA; the kernels of
+    CUDA and the CPU take fp16 and fp32 too."""
     scope.meta_kernel("aten::_grouped_mm", grouped_mm)
 
 
+GROUPED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUPED_ROW_BYTES = 16
-"""Rows of the result are padded to a multiple of these (aten/src/ATen/native/GroupedMMUtils.h)."""
+"""Rows of the operands begin at multiples of these, and those of the result are padded to them
+(aten/src/ATen/native/GroupedMMUtils.h)."""
 
 
 def grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    if a.dtype is not b.dtype:  # the meta kernel of torch 2.15 takes them
-        raise RuntimeError(f"grouped_mm: expected two matrices of one type, not {a.dtype} and {b.dtype}")
-    if a.dtype not in (torch.float16, torch.float32) or out_dtype not in (None, a.dtype):
-        return private.META_GROUPED_MM.value(a, b, offs, bias, out_dtype)
-    if (offs is None) != (a.dim() == b.dim() == 3) or a.size(-1) != b.size(-2) or bias is not None:
+    if a.dtype is not b.dtype or a.dtype not in GROUPED_TYPES or out_dtype not in (None, a.dtype):
+        raise RuntimeError(f"grouped_mm: of {a.dtype} and {b.dtype} to {out_dtype}: these types do not fit")
+    has_groups_in_both, splits_depth = a.dim() == b.dim() == 3, a.dim() == b.dim() == 2
+    if (offs is None) != has_groups_in_both or bias is not None or not (splits_depth or a.size(-1) == b.size(-2)):
         raise RuntimeError(f"grouped_mm of {list(a.shape)} and {list(b.shape)}: offsets or sizes that do not fit")
+    per_row = GROUPED_ROW_BYTES // a.element_size()
+    for strides in (a.stride()[-2:], b.stride()[-2:]):
+        if min(strides) != 1 or max(strides) % per_row:
+            raise RuntimeError(f"grouped_mm: rows that lie {strides} apart, not by a multiple of {per_row} elements")
     rows, columns = a.size(-2), b.size(-1)
-    padded = columns + -columns % (GROUPED_ROW_BYTES // a.element_size())
+    padded = columns + -columns % per_row
     if a.dim() != b.dim():
         return a.new_empty_strided((rows, columns), (padded, 1))
     groups = a.size(0) if offs is None else offs.size(0)
