@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 
 from flopmeter import load_hardware
-from flopmeter.cli import main
+from flopmeter.cli import command, main
 from flopmeter.cli.difference import COSTS, ReportFileError, difference, read_report
-from flopmeter.cli.hardware_table import in_full, overview
+from flopmeter.cli.hardware_table import in_full, overview, ridge_dtype
 from flopmeter.cli.prices import load_prices
 from flopmeter.device.hardware import HardwareError
 
@@ -144,6 +145,38 @@ def test_stated_prices_go_before_those_of_files_and_each_is_named(tmp_path: Path
         load_prices(["l4=1", "l4=2"], ["l4"])
     with pytest.raises(ValueError, match="name t4 there or leave it out"):
         load_prices(["t4=1"], ["l4"])
+
+
+def test_the_prices_of_two_files_are_known_together_and_the_later_one_goes_before(tmp_path: Path) -> None:
+    for name, listed in (("a", "{t4: 0.35, l4: 0.7}"), ("b", "{l4: 0.6, l40s: 0.9}")):
+        (tmp_path / name).write_text(f"date: 2026-11-21\ndollars_per_hour: {listed}\n")
+    found = load_prices([str(tmp_path / "a"), str(tmp_path / "b")], ["l4", "t4", "l40s"])
+    assert found.dollars_per_hour == {"t4": 0.35, "l4": 0.6, "l40s": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("read", "taken", "refused"),
+    [
+        (command.positive, (1e-9, 1.0, 1e9), ("0", "-1", "inf", "nan", "x")),
+        (command.seconds, (0.0, 1e-9, 1e9), ("-1", "inf", "nan", "x")),
+        (command.dollars, (0.0, 1e-9, 1e9), ("-1", "inf", "nan", "x")),
+        (command.share, (0.0, 0.5, 1.0), ("-0.1", "1.1", "inf", "nan", "x")),
+    ],
+)
+def test_a_figure_of_an_option_lies_in_its_range_and_is_finite(
+    read: Any, taken: tuple[float, ...], refused: tuple[str, ...]
+) -> None:
+    assert tuple(read(str(value)) for value in taken) == taken
+    for text in refused:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"not '{text}'"):
+            read(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("h100-sxm5-80gb", "bf16"), ("v100-sxm2-16gb", "fp16"), ("p100-pcie-16gb", "fp32")]
+)
+def test_the_ridge_point_is_that_of_bf16_else_of_fp16_where_there_are_matrix_units(name: str, dtype: str) -> None:
+    assert ridge_dtype(load_hardware(name)) == dtype
 
 
 TARGET = """

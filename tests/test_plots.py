@@ -11,7 +11,8 @@ from flopmeter import FlopMeter, plots, sweep
 from flopmeter.ask.sweep_curve import sweep_curve
 from flopmeter.cli import main
 from flopmeter.models import BUILTINS, backward
-from flopmeter.report.figures import REGIME_LOOKS, beside, dots
+from flopmeter.records import ATTENTION, CONTRACTION, ELEMENTWISE
+from flopmeter.report.figures import REGIME_LOOKS, Dot, beside, dots, merged, roofline_of
 from flopmeter.report.plots import PICTURES, PlotError, bars, memory_timeline, roofline, save
 from flopmeter.report.quantities import duration
 
@@ -77,6 +78,37 @@ def test_the_roofline_names_the_longest_kernels_and_is_as_wide_as_the_data(matpl
     intensities = [dot.intensity for dot in dots(report)]
     assert max(0.01, min(intensities) / 3) <= low <= min(intensities)
     assert max(intensities) <= high
+
+
+def test_the_bandwidth_stands_in_the_middle_of_the_slope(matplotlib, meter):
+    """On logarithmic axes, between the left end and the ridge point of the vector units: 19.5 TFLOP/s in fp32."""
+    (panel,) = roofline(meter.report()).axes
+    (label,) = [text for text in panel.texts if text.get_text() == "2039 GB/s"]
+    intensity, flop_per_s = label.xy
+    assert flop_per_s / intensity == pytest.approx(2039e9)
+    assert intensity / panel.get_xlim()[0] == pytest.approx(19.5e12 / 2039e9 / intensity)
+
+
+def test_dots_on_one_pixel_are_one_dot_with_the_calls_and_the_time_of_all():
+    dot = Dot("mm", "layer", CONTRACTION, 2, 10.0, 1e12, 0.5)
+    shown = [
+        dot, dot._replace(name="bmm", calls=3, seconds=0.25), dot._replace(calls=4, seconds=0.125),
+        dot._replace(op_class=ELEMENTWISE, seconds=1.0), dot._replace(name="far", intensity=12.0),
+    ]  # fmt: skip
+    found = merged(shown, lambda each: (each.intensity + 0.2, 7.0))
+    assert [(each.name, each.calls, each.seconds) for each in found] == [
+        ("mm", 2, 1.0), ("mm and 1 more", 9, 0.875), ("far", 2, 0.5)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op_class", "peak"), [(CONTRACTION, 312e12), (ATTENTION, 312e12), (ELEMENTWISE, 19.5e12)])
+def test_a_kernel_is_measured_by_the_roof_of_the_unit_that_it_runs_on(op_class, peak):
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        products(4096)
+    shown = roofline_of(meter.report())
+    dot = Dot("any", "", op_class, 1, 1e6, peak / 4, 1.0)
+    assert shown.share_of_roof(dot) == pytest.approx(1 / 4)
+    assert shown.share_of_roof(dot._replace(intensity=1.0, flop_per_s=2039e9 / 2)) == pytest.approx(1 / 2)
 
 
 @pytest.mark.parametrize(

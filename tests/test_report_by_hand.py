@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,6 +132,32 @@ def test_attention_that_counts_where_it_is_visible_is_told_so() -> None:
     with FlopMeter(H100, causal="exact") as meter:
         nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     assert "attention counted where visible" in str(meter.report())
+    assert "with masked blocks" not in str(meter.report())
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_masked_blocks_are_said_to_be_counted_where_there_are_some(is_causal: bool) -> None:
+    q = torch.empty(1, 4, 512, 64, dtype=torch.bfloat16, device="meta")
+    with FlopMeter(H100) as meter:
+        nn.functional.scaled_dot_product_attention(q, q, q, is_causal=is_causal)
+    assert "attention counted in full" in str(meter.report())
+    assert ("with masked blocks, which do not run" in str(meter.report())) == is_causal
+
+
+def test_what_other_streams_do_counts_where_the_computing_one_has_a_gap(report: Report) -> None:
+    """The computing stream runs from 0 to 4 s and from 10 to 14 s. Of what a second one does from 2 to 8 s the
+    wall-clock shows 4 s, of a third one's 6 to 9 s the last; from 9 to 10 s the device waits."""
+    runs = [(0, 0.0, 4.0, "compute"), (1, 2.0, 6.0, "memory"), (2, 6.0, 3.0, "memory"), (0, 10.0, 4.0, "compute")]
+    timings = [
+        timing._replace(
+            stream=stream, start_seconds=start, work_seconds=seconds, floor_seconds=0.0, few_flops=False,
+            compute_seconds=seconds * (bound == "compute"), memory_seconds=seconds * (bound == "memory"),
+        )
+        for timing, (stream, start, seconds, bound) in zip(report.timings, runs, strict=True)
+    ]  # fmt: skip
+    found = replace(report, timings=timings, host_seconds=0.0)
+    assert found.seconds_by_regime == pytest.approx({"compute": 8.0, "memory": 5.0, "overhead": 1.0})
+    assert found.idle_seconds == pytest.approx(1.0)
 
 
 def test_no_more_than_five_lines_say_where_to_win() -> None:
@@ -172,6 +199,9 @@ def test_the_table_of_a_speed_up_has_both_ways_side_by_side() -> None:
         (with_prefix(999, "B"), "999 B"),
         (with_prefix(1000, "B"), "1.00 kB"),
         (with_prefix(2e12, "B/s"), "2.00 TB/s"),
+        (with_prefix(3e18, "FLOP"), "3.00 EFLOP"),
+        (with_prefix(3.8e25, "FLOP"), "38.0 YFLOP"),
+        (with_prefix(4e21, "FLOP"), "4.00 ZFLOP"),
         (with_prefix(3e-9, "J"), "3.00 nJ"),
         (with_prefix(4e-12, "J"), "0.00400 nJ"),
         (decimal(0.004), "<0.01"),

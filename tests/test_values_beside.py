@@ -10,7 +10,14 @@ from torch import nn
 
 from flopmeter import FlopMeter
 from flopmeter.costs import costs_of, kernels_of
-from flopmeter.known_values.assumptions import Assumption, in_words
+from flopmeter.known_values.assumptions import (
+    CONDITION_FAILS,
+    CONDITION_HOLDS,
+    LOOP_ENDS,
+    Assumption,
+    guess_of_length,
+    in_words,
+)
 from flopmeter.records import ATTENTION
 from flopmeter.timing.allocator import CachingAllocator
 
@@ -35,6 +42,23 @@ def test_an_assumption_that_two_ops_of_a_line_make_is_named_once_with_both_count
     uses = [Assumption("a stand-in", "aten._local_scalar_dense.default", "train.py:3", count) for count in (2, 5)]
     (text,) = in_words(uses)
     assert "train.py:3 (7x)" in text
+
+
+def asked(*uses):
+    """What is told of these rules, places and counts, in either order."""
+    found = [Assumption(rule, "aten._local_scalar_dense.default", where, count) for rule, where, count in uses]
+    told, reversed_ = guess_of_length(found), guess_of_length(reversed(found))
+    assert told == reversed_
+    return told
+
+
+def test_of_several_guesses_of_length_the_one_that_is_asked_most_is_told_and_a_loop_before_a_condition():
+    assert "the loop at b.py:2" in asked((LOOP_ENDS, "a.py:1", 3), (LOOP_ENDS, "b.py:2", 5))
+    assert "the loop at a.py:1" in asked((LOOP_ENDS, "a.py:1", 3), (CONDITION_FAILS, "b.py:2", 500))
+    assert "b.py:2 asked 500 times" in asked((CONDITION_FAILS, "a.py:1", 200), (CONDITION_HOLDS, "b.py:2", 500))
+    assert asked((CONDITION_HOLDS, "b.py:2", 500)).endswith("told yes, as for a value of 1.0")
+    assert "told no" in asked((CONDITION_FAILS, "b.py:2", 500))
+    assert asked((CONDITION_FAILS, "a.py:1", 99), (CONDITION_HOLDS, "b.py:2", 99), ("a stand-in", "c.py:3", 500)) == ""
 
 
 @pytest.mark.parametrize(("rows", "nbytes"), [(1, 12), (2, 24), (10, 24)])

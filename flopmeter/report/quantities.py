@@ -7,7 +7,7 @@ from collections.abc import Iterable
 UNKNOWN = "–"  # stands for a figure that is not known
 HOW_ATTENTION_COUNTS = {"full": "in full", "exact": "where visible"}  # under a mask, by FlopMeter's `causal`
 
-_PREFIXES = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
+_PREFIXES = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E", 7: "Z", 8: "Y"}
 
 
 def with_prefix(value: float, unit: str) -> str:
