@@ -124,7 +124,8 @@ class _Run:
         if change.is_none and known is not None:
             return known
         run, trace = self.launched(name, change)
-        timed = time_run(run, self.hardware, trace.switches, self.host, self.cluster, self.clocks, self.known.laws)
+        rank = RankRun(run, self.hardware, trace.switches, self.host, self.cluster)
+        timed = time_run(rank, self.clocks, self.known.laws)
         report = self.report(run, trace, timed, self.in_mode)
         if change.is_none:
             self.known.reports[name] = report

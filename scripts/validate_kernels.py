@@ -19,7 +19,7 @@ from flopmeter import FlopMeter, Hardware, load_hardware
 from flopmeter.costs import kernels_of
 from flopmeter.launch.modes import MODES, Mode, launches
 from flopmeter.records import Clocks, Kernel, Launches, Switches, Timing
-from flopmeter.timing import time_run, uncertainty
+from flopmeter.timing import PowerLaws, RankRun, time_run, uncertainty
 
 LEAST_SECONDS = 2e-6
 REPLAYS = 36  # of a kernel in a benchmark: six layers, six times
@@ -123,7 +123,8 @@ def replayed(run: Launches, device: Hardware, switches: Switches, first: int) ->
     """How long the device is busy with the kernels from the first of this number on, and the ends of the band."""
 
     def timed(clocks: Clocks) -> tuple[list[Timing], float]:
-        timings = time_run(run, device, switches, clocks=clocks).timings[first:]
+        ran = RankRun(run, device, switches, device.host, None)
+        timings = time_run(ran, clocks, PowerLaws()).timings[first:]
         return timings, sum(timing.seconds for timing in timings)
 
     timings, seconds = timed("burst")

@@ -37,7 +37,7 @@ from flopmeter.launch.fusion import layout
 from flopmeter.launch.modes import Mode
 from flopmeter.models import BUILTINS
 from flopmeter.records import Cost, Kernel, VectorWork
-from flopmeter.timing import Host, time_run, uncertainty
+from flopmeter.timing import Host, PowerLaws, RankRun, time_run, uncertainty
 
 PROFILES = {"A100": "a100-sxm4-80gb", "V100": "v100-sxm2-16gb", "T4": "t4", "MI250X (1 GCD)": "mi250x-gcd"}
 # Watts, where a line's GPU does not say them. optimum-benchmark's machine, hf-dgx-01, is taken to be a DGX Station
@@ -108,7 +108,8 @@ def as_in_torch_2_1(report: Report) -> Report:
         for kernel in report.kernels
     ]
     launches = report.launches._replace(kernels=kernels)
-    timings, clock = time_run(launches, report.hardware, report.switches)
+    run = RankRun(launches, report.hardware, report.switches, report.hardware.host, None)
+    timings, clock = time_run(run, "sustained", PowerLaws())
     return replace(report, launches=launches, timings=timings, clock=clock)
 
 

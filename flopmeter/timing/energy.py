@@ -50,7 +50,7 @@ class TimedRun(NamedTuple):
 
 
 class RankRun(NamedTuple):
-    """What one of several ranks runs, and on which device."""
+    """What one rank runs, and on which device."""
 
     launches: Launches
     hardware: Hardware
@@ -59,33 +59,19 @@ class RankRun(NamedTuple):
     cluster: Cluster | None
 
 
-def time_run(
-    launches: Launches,
-    hardware: Hardware,
-    switches: Switches,
-    host: Host | None = None,
-    cluster: Cluster | None = None,
-    clocks: Clocks = "sustained",
-    laws: PowerLaws | None = None,
-) -> TimedRun:
+def time_run(run: RankRun, clocks: Clocks, laws: PowerLaws) -> TimedRun:
     """The timing of each kernel, in order, at the clock that the power limit leaves it in a long run ('sustained'), or
     at the boost clock ('burst'). CPUs and devices of unknown power have one clock, that of their profile. `laws`: those
-    of other runs on the same device at the same `clocks`, with the prices found there.
+    of runs on the same device at the same `clocks`, with the prices found so far.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
-    run = RankRun(launches, hardware, switches, host or hardware.host, cluster)
-    law = (laws or PowerLaws()).of(hardware, switches, clocks)
-    if law is None:
-        return _timed(run, time_kernels(launches, hardware, switches, run.host, cluster), law, clocks)
-    clock_of, prices = law.of_kernels(launches), law.prices
-    return _timed(
-        run, time_kernels(launches, prices.hardware, switches, run.host, cluster, clock_of, prices), law, clocks
-    )
+    law = laws.of(run.hardware, run.switches, clocks)
+    return _timed(run, time_kernels(_launched(run, law)), law, clocks)
 
 
 def time_runs(
-    ranks: Mapping[int, RankRun], clocks: Clocks = "sustained", earlier: Mapping[int, Counter[Party]] | None = None
+    ranks: Mapping[int, RankRun], clocks: Clocks, earlier: Mapping[int, Counter[Party]] | None
 ) -> dict[int, TimedRun]:
     """The same for ranks that send each other messages, by global rank. `earlier`: those that came before.
 

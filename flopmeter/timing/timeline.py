@@ -38,27 +38,14 @@ from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel
 from flopmeter.timing.kernels import Price
 
 
-def time_kernels(
-    launches: Launches,
-    hardware: Hardware,
-    switches: Switches,
-    host: Host | None = None,
-    cluster: Cluster | None = None,
-    clock_of: ClockOf | None = None,
-    known: KernelPrices | None = None,
-) -> list[Timing]:
-    """The timing of each kernel, in order. Without `host` the profile's host launches them; without `cluster`
-    collectives go over the links of the device's default cluster. `clock_of` gives the clock of each kernel, as a share
-    of that of `hardware`; without it all have this clock. `known`: prices of other runs on this `hardware`. The device
-    is idle at first, unless the launches repeat: then the host is ahead as in a loop that runs for long.
+def time_kernels(run: Launched) -> list[Timing]:
+    """The timing of each kernel, in order. The device is idle at first, unless the launches repeat: then the host is
+    ahead as in a loop that runs for long.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
-    host = host or hardware.host
-    prices = LaunchPrices(launches, known or KernelPrices(hardware, switches), cluster, clock_of)
-    run = Launched(launches, prices, host)
     timings = _alone(run)
-    return _as_a_turn(run, timings) if launches.repeats and timings else timings
+    return _as_a_turn(run, timings) if run.launches.repeats and timings else timings
 
 
 def _alone(run: Launched, lead: float = 0.0) -> list[Timing]:
@@ -221,7 +208,8 @@ class KernelPrices:
 
 
 class LaunchPrices:
-    """The price of each kernel of a run."""
+    """The price of each kernel of a run. Without a cluster collectives go over the links of the device's default one.
+    `clock_of` gives the clock of each kernel, as a share of that of the device; without it all have this clock."""
 
     def __init__(self, launches: Launches, price_at: KernelPrices, cluster: Cluster | None, clock_of: ClockOf | None):
         self._hardware = price_at.hardware
