@@ -200,6 +200,25 @@ def test_cpu_autocast_on_meta_tensors_computes_as_cudas_and_says_so(layer: nn.Li
         assert layer(x).dtype == BF16
 
 
+def test_contexts_of_both_devices_within_each_other_end_one_by_one(layer: nn.Linear, x: Tensor) -> None:
+    cpu, cuda = (torch.autocast(device, dtype=dtype) for device, dtype in (("cpu", BF16), ("cuda", FP16)))
+    off = torch.autocast("cpu", enabled=False)
+    for contexts, types in (((cpu, cuda), (BF16, FP16)), ((cuda, cpu), (FP16, BF16)), ((cpu, off), (BF16, FP32))):
+        outer, inner = contexts
+        with FlopMeter():
+            for _ in range(2):
+                with outer:
+                    assert layer(x).dtype == types[0]
+                    with inner:
+                        assert layer(x).dtype == types[1]
+                    assert layer(x).dtype == types[0]
+                assert layer(x).dtype == FP32
+        with outer, inner, FlopMeter():
+            assert layer(x).dtype == types[1]
+        with FlopMeter():
+            assert layer(x).dtype == FP32
+
+
 def test_a_cpu_autocast_that_outlives_the_meter_leaves_nothing(layer: nn.Linear, x: Tensor) -> None:
     context, meter = torch.autocast("cpu", dtype=BF16), FlopMeter()
     meter.__enter__()

@@ -72,8 +72,10 @@ def test_the_roofline_names_the_longest_kernels_and_is_as_wide_as_the_data(matpl
     assert any(f"  {longest.name} " in line for line in lines)
     shares = [int(line.split()[-2]) for line in lines]
     assert shares == sorted(shares, reverse=True)
-    numbers = [text.get_text() for text in panel.texts if text.get_text().isdigit()]
-    assert numbers == [line.split()[0] for line in lines]
+    numbered = [text for text in panel.texts if text.get_text().isdigit()]
+    assert [text.get_text() for text in numbered] == [line.split()[0] for line in lines]
+    # Each beside its dot, in points: no farther than the largest dot is wide and three numbers are high.
+    assert all(math.hypot(*text.xyann) < math.sqrt(12 + 900) + 3 * 9 for text in numbered)
     low, high = panel.get_xlim()
     intensities = [dot.intensity for dot in dots(report)]
     assert max(0.01, min(intensities) / 3) <= low <= min(intensities)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 
 import pytest
 import torch
@@ -186,6 +187,37 @@ def test_the_table_of_a_speed_up_has_both_ways_side_by_side() -> None:
     assert (moved, then) == pytest.approx((6 * 4 * 2**28 / 1e9, 2 * 4 * 2**28 / 1e9), rel=0.005)
     assert before == pytest.approx(1e3 * report.seconds, rel=0.02)
     assert float(line.split()[8].removesuffix("x")) == pytest.approx(before / after, rel=0.01)
+    *_, total = json.loads(report.speed_up().render("json"))["regions"]
+    names = ("kernels", "bytes_moved", "seconds")
+    eager, compiled = ([total[f"{way}_{name}"] for name in names] for way in ("eager", "compiled"))
+    assert eager == [3, 6 * 4 * 2**28, pytest.approx(1e-3 * before, rel=0.005)]
+    assert compiled == [1, 2 * 4 * 2**28, pytest.approx(1e-3 * after, rel=0.005)]
+    assert total["speed_up"] == pytest.approx(eager[2] / compiled[2])
+
+
+def test_modules_are_listed_below_their_parents_also_where_a_later_one_runs_in_between() -> None:
+    """`a.second` runs after `b`, and stands below `a` all the same."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.ModuleDict({"first": nn.ReLU(), "second": nn.ReLU()})
+            self.b = nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            second: torch.Tensor = self.a["second"](self.b(self.a["first"](x)))
+            return second
+
+    with FlopMeter(H100) as meter:
+        Model()(torch.empty(8, device="meta"))
+    names = [row.name for row in meter.report().rows("module")]
+    assert names == ["Model", "Model.a", "Model.a.first", "Model.a.second", "Model.b"]
+
+
+def test_a_report_says_when_it_was_made(report: Report) -> None:
+    made = datetime.strptime(report.ran.date, "%Y-%m-%d %H:%M UTC").replace(tzinfo=timezone.utc)
+    assert timedelta(0) <= datetime.now(timezone.utc) - made < timedelta(hours=1)
+    assert report.ran.line.endswith(report.ran.date)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -63,6 +63,18 @@ def test_no_token_is_left_out(lengths):
     (cost,) = attention_costs(lambda: packed(lengths))
     of_a_pair = 2 * 2 * HEADS * HEAD
     assert sum(lengths) * max(lengths) * of_a_pair <= cost.flops <= len(lengths) * max(lengths) ** 2 * of_a_pair
+
+
+@pytest.mark.parametrize("starts", [[0, 64, 96, 128], [64, 96, 128], [32, 96, 128], [0, 0, 5, 5, 128]])
+def test_where_each_sequence_begins_is_known_and_the_first_may_begin_anywhere(starts):
+    """Each query meets the keys of its own sequence."""
+    query = torch.empty(128, HEADS, HEAD, dtype=torch.bfloat16, device="meta")
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        known = on_meta(torch.tensor(starts, dtype=torch.int32))
+        varlen_attn(query, query, query, known, known, 128, 128)
+    report = meter.report()
+    assert 2 * report.macs == 2 * 2 * HEADS * HEAD * sum((end - start) ** 2 for start, end in pairwise(starts))
+    assert report.assumptions == ()
 
 
 def test_a_causal_window_hides_half_and_a_sliding_one_more():

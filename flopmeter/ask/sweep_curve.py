@@ -45,7 +45,7 @@ def sweep_curve(result: Sweep) -> Any:
 def _draw_curve(panel: Any, result: Sweep, values: Sequence[float], label: str) -> None:
     sizes = [point.size for point in result.points]
     panel.set_xscale("log", base=2)
-    panel.plot(sizes, values, color="black", lw=0.8, zorder=1)
+    panel.plot(sizes, values, color="black", lw=0.8)
     for regime, (colour, marker) in REGIME_LOOKS.items():
         own = [place for place, point in enumerate(result.points) if point.regime == regime]
         panel.plot([sizes[p] for p in own], [values[p] for p in own], marker, ls="", mec="black", mfc=colour, ms=7,

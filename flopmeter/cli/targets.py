@@ -140,7 +140,7 @@ class Programs:
 
     def of(self, size: int) -> Program:
         if size not in self._built:
-            with uncounted(), ThreadPoolExecutor(max_workers=1) as elsewhere:
+            with uncounted(), ThreadPoolExecutor() as elsewhere:
                 options = {**self._options, self._over: size}
                 self._built[size] = elsewhere.submit(self._target.program, **options).result()
         return self._built[size]
