@@ -176,6 +176,9 @@ def test_a_device_without_the_data_type_is_left_out_and_says_why():
     assert [row.hardware for row in comparison.rows] == [H100]
     assert "fp8" in comparison.unable["v100-sxm2-16gb"]
     assert "fp8" in str(comparison)
+    none_able = compare(fp8_product, ["v100-sxm2-16gb", "t4"])
+    assert none_able.title == "no device of the list can run this program"
+    assert (none_able.rows, none_able.unable.keys()) == ((), {"v100-sxm2-16gb", "t4"})
 
 
 def test_the_stream_assumed_of_a_device_that_is_not_nvidias_is_noted():

@@ -61,7 +61,7 @@ def _ids(config: Any, batch: int, seq: int | None) -> Tensor:
             f"{WRITE_A_FUNCTION}"
         )
     first = min(5, vocabulary - 1)
-    return (first + torch.arange(_length(text, seq)) % max(1, min(1000, vocabulary - first))).repeat(batch, 1)
+    return (first + torch.arange(_length(text, seq)) % min(1000, vocabulary - first)).repeat(batch, 1)
 
 
 def _length(text: Any, seq: int | None) -> int:
