@@ -14,6 +14,7 @@ from torch._inductor.analysis.profile_analysis import JsonProfile
 
 from flopmeter import FlopMeter
 from flopmeter.models import BUILTINS, training_step
+from flopmeter.report.chrome_trace import save_together
 
 FIELDS = {
     "M": {"name", "pid", "args"},
@@ -131,6 +132,17 @@ def test_a_spoiled_trace_is_noticed(reports, tmp_path, spoil, breach):
     events = copy.deepcopy(read(reports["eager"], tmp_path / "trace.json"))
     spoil(events)
     assert any(breach in text for text in breaches(events))
+
+
+def test_of_runs_in_one_trace_the_processes_of_the_first_stand_above_those_of_the_next(reports, tmp_path):
+    together = {"one": reports["eager"], "two": reports["compiled"], "three": reports["eager"]}
+    save_together(together, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    places = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert len({*places.values()}) == len(places) == 6
+    runs = [names[pid].partition(":")[0] for pid in sorted(places, key=places.__getitem__)]
+    assert runs == ["one", "one", "two", "two", "three", "three"]
 
 
 def first(events, phase):
