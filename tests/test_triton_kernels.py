@@ -125,6 +125,28 @@ def test_loops_that_differ_by_program_are_added_up_program_by_program():
     assert counts(TRIANGLE, (7, 2)) == {"arith.addf": 2 * 8 * 28, "arith.mulf": 2 * 8 * 21}
 
 
+PERSISTENT = """
+module {{
+  tt.func public @persistent(%arg0: !tt.ptr<f32>, %arg1: i32) attributes {{noinline = false}} {{
+    %0 = tt.get_program_id {axis} : i32
+    %1 = tt.get_num_programs {axis} : i32
+    scf.for %i = %0 to %arg1 step %1  : i32 {{
+      %2 = arith.addf %x, %x : tensor<8xf32>
+    }}
+    tt.return
+  }}
+}}
+"""
+
+
+@pytest.mark.parametrize("tiles", [1, 10, 12])
+@pytest.mark.parametrize(("axis", "others"), [("x", 12), ("y", 15), ("z", 20)])
+def test_programs_that_take_turns_at_tiles_do_each_tile_once(axis, others, tiles):
+    """Each begins with the tile of its number and goes on by as many as there are; those of other axes do the same."""
+    text = PERSISTENT.format(axis=axis)
+    assert counts(text, (5, 4, 3), None, tiles) == {"arith.addf": 8 * tiles * others}
+
+
 def test_a_reduction_combines_all_but_one_of_each_row():
     assert counts(SUM, (5,)) == {"tt.load": 5 * 4096, "arith.addf": 5 * 4 * 1023, "math.sqrt": 5 * 4}
 
