@@ -219,6 +219,20 @@ def test_asyncio_tasks_may_meter_one_after_another_and_nest() -> None:
     assert asyncio.run(program()) == ["sin", "cos"] * 4
 
 
+def test_a_task_may_meter_a_part_of_what_a_meter_around_all_tasks_counts() -> None:
+    inner = FlopMeter()
+
+    async def program() -> None:
+        X.sin()
+        with inner:
+            X.cos()
+
+    with FlopMeter() as outer:
+        asyncio.run(program())
+    assert [op.call.name for op in outer.trace.ops] == ["sin", "cos"]
+    assert [op.call.name for op in inner.trace.ops] == ["cos"]
+
+
 @pytest.mark.parametrize("as_cuda", [True, False])
 def test_leaving_meters_in_the_wrong_order_is_an_error_and_leaves_nothing(as_cuda: bool) -> None:
     first, second = FlopMeter(as_cuda=as_cuda), FlopMeter(as_cuda=as_cuda)
