@@ -1,5 +1,6 @@
 """What a program reads in place of an unknown value with `unknown="stand-in"`, and what the report says of it."""
 
+import operator
 import re
 
 import pytest
@@ -35,6 +36,15 @@ def test_each_kind_of_number_has_its_stand_in(run, expected, rule):
     got, assumed = read(run)
     assert (got, type(got)) == (expected, type(expected))
     assert assumed == [f"{rule} (1x)"]
+
+
+@pytest.mark.parametrize("number", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
+def test_an_unknown_float_compares_with_a_number_as_its_stand_in_does(name, number):
+    compare = getattr(operator, name)
+    got, assumed = read(lambda x: bool(compare(x.sum(), number)))
+    assert got is compare(1.0, number)
+    assert len(assumed) == 1
 
 
 def test_a_copy_to_the_host_is_full_of_stand_ins_in_the_type_asked_for():
