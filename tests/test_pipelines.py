@@ -31,6 +31,7 @@ from flopmeter.ask.pipeline import Pipeline, pipeline_ranks, time_pipeline
 from flopmeter.costs import kernels_of
 from flopmeter.costs.data_movement.communication import is_message, message_ends
 from flopmeter.device.cluster import Cluster, Link
+from flopmeter.device.hardware import HardwareError
 from flopmeter.distributed import WorldError, world
 from flopmeter.distributed.ranks import run_ranks
 from flopmeter.report.page.gantt import _LEFT, _exposed_and_hidden, lanes_of
@@ -333,6 +334,11 @@ def test_two_ranks_that_both_receive_first_hang_as_on_gpus():
 
     with pytest.raises(HangError, match=r"rank 0 in its message from rank 1; rank 1 in its message from rank 0"):
         time_pipeline(program, {"pp": 2}, H100)
+
+
+def test_more_ranks_than_the_cluster_has_gpus_are_refused_before_anything_runs():
+    with pytest.raises(HardwareError, match=r"pcie4-box has 8 GPUs .*, too few for a world of 9"):
+        time_pipeline(lambda mesh: pytest.fail("must not run"), {"pp": 9}, "a100-pcie-80gb", cluster="pcie4-box")
 
 
 def test_a_mesh_without_a_dimension_for_stages_says_so():
