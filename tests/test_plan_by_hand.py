@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from flopmeter import Split, load_hardware
+from flopmeter import Split, load_hardware, plan
 from flopmeter.ask.plan.blocks import Blocks
 from flopmeter.ask.plan.compose import SplitWork, compose
 from flopmeter.ask.plan.layers import LayerCosts, PartCost, PassCost, meter_layers
@@ -140,3 +144,37 @@ def test_a_compiled_layer_waits_for_each_collective_of_tensor_parallelism_and_co
     assert layer.backward.communication_seconds == pytest.approx(2 * seconds, rel=1e-6)
     others = layer.forward.seconds - layer.forward.communication_seconds
     assert layer.forward.compute_seconds + layer.forward.memory_seconds < others
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(1000, 256), nn.Linear(256, 1000)
+        self.layers: Any = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+    def in_order(self) -> Iterable[nn.Module]:
+        return self.layers
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens)
+        for layer in self.in_order():
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Named(Listed):
+    """The same layers in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"layer {place}": layer for place, layer in enumerate(self.layers)})
+
+    def in_order(self) -> Iterable[nn.Module]:
+        return self.layers.values()
+
+
+def test_layers_in_a_dictionary_are_planned_as_those_in_a_list() -> None:
+    only = {"tp": 1, "cp": 1, "microbatch": 1, "recompute": "none"}
+    listed, named = (plan(make, 4, "h100-sxm5-80gb", length=256, only=only) for make in (Listed, Named))
+    assert named.rows == listed.rows
