@@ -15,6 +15,7 @@ from flopmeter.cli import command, main
 from flopmeter.cli.difference import COSTS, ReportFileError, difference, read_report
 from flopmeter.cli.hardware_table import in_full, overview, ridge_dtype
 from flopmeter.cli.prices import load_prices
+from flopmeter.cli.training import optimizer_choice
 from flopmeter.device.hardware import HardwareError
 
 TOTALS = dict.fromkeys(COSTS, 0) | {"seconds": 0.002, "flops": 4_000_000_000, "peak_memory_bytes": 10**9}
@@ -170,6 +171,21 @@ def test_a_figure_of_an_option_lies_in_its_range_and_is_finite(
     for text in refused:
         with pytest.raises(argparse.ArgumentTypeError, match=f"not '{text}'"):
             read(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("adamw,lr=-1", "AdamW does not take lr=-1: Invalid learning rate"),
+        ("adamw,lr=fast", "AdamW does not take lr=fast: "),
+        ("sgd,nesterov=true", "SGD does not take nesterov=true: Nesterov momentum requires"),
+        ("adamw,fused=true,foreach=true", "AdamW does not take fused=true,foreach=true: "),
+        ("sgd,momentun=0.9", "SGD has no setting 'momentun=0.9'; write KEY=VALUE, with KEY momentum"),
+    ],
+)
+def test_what_an_optimizer_refuses_is_told_in_torchs_words(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        optimizer_choice(text)
 
 
 @pytest.mark.parametrize(
