@@ -1236,15 +1236,17 @@ def test_batches_that_the_host_makes_op_by_op_are_told_where_they_are_made():
     """Not where the device's first kernel is called."""
     with torch.device("meta"):
         model = nn.Linear(64, 64)
-    image = torch.zeros(64)
+    image = torch.zeros(8, 64)
 
-    def made() -> None:
+    def made() -> torch.Tensor:
+        batch = image
         for _ in range(200):
-            image.mul(2)  # of the batch
+            batch = batch.mul(2)  # of the batch
+        return batch
 
     with FlopMeter(H100, source=True) as meter:
-        made()
-        for _ in range(4):
+        model(made().to("meta"))
+        for _ in range(3):
             model(torch.empty(8, 64, device="meta"))
     (told,) = (each for each in meter.report().advice if each.remedy.startswith("DataLoader(num_workers"))
     line = next(
@@ -1252,6 +1254,23 @@ def test_batches_that_the_host_makes_op_by_op_are_told_where_they_are_made():
     )
     assert told.where.endswith(f"test_advice.py:{line}")
     assert told.what.startswith("all that the host sends after 200 ops on tensors of its own")
+
+
+def test_figures_of_a_schedule_on_the_host_are_no_batches():
+    """As schedulers of diffusion keep them: the device takes each as an argument of its kernels, or a copy of one
+    number, so that no process of a DataLoader could make them."""
+    with torch.device("meta"):
+        model, x = nn.Linear(64, 64), torch.empty(8, 64)
+    noise = torch.linspace(1, 0.1, 50)
+
+    with FlopMeter(H100, source=True) as meter:
+        for step in range(20):
+            now, then = noise[step], noise[step + 1]
+            ratio = torch.exp(torch.log(then) - torch.log(now))
+            x = x * ratio + model(x) * (1 - ratio).to("meta")
+    remedies = [each.remedy for each in meter.report().advice]
+    assert any(remedy.startswith("made once, on the device") for remedy in remedies)
+    assert not any("DataLoader(num_workers" in remedy for remedy in remedies)
 
 
 @pytest.mark.parametrize("read", [lambda loss: loss.item(), lambda loss: loss.detach().cpu().numpy()])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flopmeter import FlopMeter
@@ -103,3 +104,48 @@ def test_scores_that_nothing_bends_are_told_to_use_sdpa():
     told = [each.remedy for each in report_of_capped("plain", "h100-sxm5-80gb").advice]
     assert sum("attention" in remedy for remedy in told) == 1
     assert any("scaled_dot_product_attention" in remedy for remedy in told)
+
+
+class Windows(nn.Module):
+    """Attention in windows with a bias by position that is trained and a mask of each of 16 windows, as Swin has it."""
+
+    def __init__(self, fused: bool, masked: bool, tokens: int) -> None:
+        super().__init__()
+        self.heads, self.tokens, self.windows, self.fused = 3, tokens, 16, fused
+        self.qkv, self.out = nn.Linear(48, 144), nn.Linear(48, 48)
+        self.bias = nn.Parameter(torch.empty(1, self.heads, self.tokens, self.tokens))
+        self.masks = torch.empty(self.windows, 1, self.tokens, self.tokens, dtype=torch.bfloat16) if masked else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        square, times = (self.heads, tokens, tokens), batch // self.windows
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            mask = self.bias
+            if self.masks is not None:
+                mask = (mask + self.masks).expand(times, self.windows, *square).reshape(batch, *square)
+            mixed = F.scaled_dot_product_attention(q, k, v, mask)
+        else:
+            scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + self.bias
+            if self.masks is not None:
+                scores = (scores.view(times, self.windows, *square) + self.masks).view(batch, *square)
+            mixed = scores.softmax(-1) @ v
+        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+@pytest.mark.parametrize("tokens", [344, 343])  # of which the kernel's rows of a mask are aligned, or padded
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_fused_kernel_in_windows_pays_for_its_mask_and_for_the_gradient_of_the_bias(masked, tokens):
+    """The program that is mended by hand makes the mask of bias and windows, repeats it for all, and sums up twice."""
+    before, after = (report_of_windows(fused, masked, tokens) for fused in (False, True))
+    (told,) = (each for each in before.advice if each.remedy.startswith("F.scaled_dot_product_attention"))
+    assert told.run_seconds_then == pytest.approx(after.seconds, rel=0.05)
+
+
+def report_of_windows(fused: bool, masked: bool, tokens: int):
+    with torch.device("meta"):
+        net = nn.Sequential(*(Windows(fused, masked, tokens) for _ in range(2))).bfloat16()
+        x = torch.empty(128, tokens, 48, dtype=torch.bfloat16)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        net(x).sum().backward()
+    return meter.report()

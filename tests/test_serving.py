@@ -446,6 +446,41 @@ def test_the_wait_for_other_prefills_is_that_of_a_simulated_queue(requests, outp
     assert served.ttft_seconds - half_a_step == pytest.approx(expected, rel=0.15)
 
 
+def simulated_sharing_seconds(requests, step, each, room, away):
+    """Mean time to the first token where up to `room` waiting prompts run in the next step, of which each takes `each`
+    longer, and a request comes back after a random time; 40,000 prompts."""
+    draw = random.Random(0)
+    coming = [draw.expovariate(1 / away) for _ in range(requests)]
+    heapq.heapify(coming)
+    waiting, now, total, done = [], 0.0, 0.0, 0
+    while done < 40_000:
+        while coming and coming[0] <= now:
+            waiting.append(heapq.heappop(coming))
+        taken, waiting = waiting[:room], waiting[room:]
+        now += step + each * len(taken)
+        total += sum(now - came for came in taken)
+        done += len(taken)
+        for _ in taken:
+            heapq.heappush(coming, now + draw.expovariate(1 / away))
+    return total / done
+
+
+@pytest.mark.parametrize("room", [2, 5, 20])
+@pytest.mark.parametrize("each", [0.002, 0.010, 0.040])
+@pytest.mark.parametrize("fill", [0.1, 0.3, 0.6])
+def test_a_prompt_waits_for_the_running_step_and_for_those_that_share_its_own(room, each, fill):
+    """Steps of 10 ms, 50 of them for a request, filled to that share of the prompts that have room in their chunks."""
+    requests = round(fill * room * 51)
+    shared = load(work(output=51, chunks=1, prefill=0.010 + each, at_once=room), requests)
+    expected = simulated_sharing_seconds(requests, 0.010, each, room, 50 * shared.tpot_seconds)
+    assert shared.ttft_seconds == pytest.approx(expected, rel=0.15)
+
+
+def test_one_request_alone_shares_its_step_with_nobody():
+    alone = load(work(chunks=1, prefill=0.012, at_once=20), 1)
+    assert alone.ttft_seconds == pytest.approx(0.012)
+
+
 @pytest.mark.parametrize("chunks", [0, 2.5, 4])
 @pytest.mark.parametrize("batch", [1, 3, 10])
 def test_requests_at_work_are_their_rate_times_their_time(chunks, batch):

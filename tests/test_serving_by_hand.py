@@ -32,7 +32,11 @@ CHUNK = StepCost(0.100, 40.0, 10**9, 0.0, 0.100)
 class Steps:
     """Steps of decoding by how many requests share them, and one of a chunk of a prompt."""
 
-    def __init__(self, decode: dict[int, StepCost], chunk: StepCost = CHUNK, weights: int = WEIGHTS, cache="paged"):
+    def __init__(
+        self, decode: dict[int, StepCost], chunk: StepCost = CHUNK, weights: int = WEIGHTS, cache="paged",
+        kv: str = "bf16",
+    ):  # fmt: skip
+        self.kv = kv
         self._decode, self._chunk, self._weights = decode, chunk, weights
         self.decoder = SimpleNamespace(cache=cache, kv_bytes=lambda tokens, width: tokens * TOKEN_BYTES * width / 2)
         self.asked = set[tuple[int, ...]]()
@@ -107,8 +111,8 @@ def test_a_step_of_decoding_takes_room_in_proportion_to_its_requests():
 
 
 def test_a_narrow_cache_of_a_model_and_its_draft_holds_as_many_tokens_as_a_wide_one_of_the_model():
-    steps, draft = (Steps(like(10), weights=size) for size in (WEIGHTS - 10**9, 10**9))
-    found = row(steps, draft=draft, holds=MANY, kv="fp8", draft_tokens=4)
+    steps, draft = (Steps(like(10), weights=size, kv="fp8") for size in (WEIGHTS - 10**9, 10**9))
+    found = row(steps, draft=draft, holds=MANY, draft_tokens=4)
     assert (found.most_requests, found.weight_bytes) == (8, WEIGHTS)
     assert found.kv_bytes_per_request == 4101 * TOKEN_BYTES
 
@@ -238,6 +242,7 @@ def test_prefill_apart_sends_the_cache_and_is_paid_for(has_network):
         cluster=links if has_network else replace(links, inter=None),
     )  # fmt: skip
     one = found.points[0]
+    assert found.alone_ttft_seconds == pytest.approx(0.1 + 3000 * TOKEN_BYTES / rate)
     assert one.ttft_seconds == pytest.approx(0.1 + 0.1 * 0.7 / 0.6 + 3000 * TOKEN_BYTES / rate)
     assert one.tpot_seconds == pytest.approx(0.01)
     assert one.tokens_per_s_per_gpu == pytest.approx(101 / (1 + 0.1 / 0.7))
@@ -276,6 +281,7 @@ UNLIMITED = {"joules": None}
         (8, {"slo": {"ttft": 0.101}}, 1, "TTFT with more than 1 request at a time"),
         (8, {"slo": {"ttft": 0.101, "tpot": 0.0105}}, 1, "TTFT and TPOT with more than 1 request at a time"),
         (8, {"slo": {"tpot": 0.009}}, None, "one request alone has its first token after 100 ms and the others every"),
+        (8, {"slo": {"ttft": 0.15}, "is_disaggregated": True}, None, "one request at a time, with GPUs of prefill at"),
         (8, {"slo": {"ttft": 0.09}, "output": 1}, None, "one request alone has its first token after 100 ms: no batch"),
         # Four steps with a chunk each and ten of decoding: with a chunk in each step there is room for 14 / 4 = 3.5.
         (8, {"chunk": 1000, "output": 11}, 4, "with 4 requests at a time each step has a full chunk of prompts"),

@@ -126,6 +126,32 @@ def test_weights_of_compressed_tensors_are_served_in_their_bits(tmp_path):
     assert wide - narrow == 40 * 3 * 256 * 512 * (16 - 4.5) / 8
 
 
+SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}  # of the cache, as Llama-3.1-8B-Instruct-FP8-KV has it
+
+
+@pytest.mark.parametrize(
+    ("facts", "element_bytes"),
+    [({}, 2), ({"kv_cache_scheme": None}, 2), ({"kv_cache_scheme": SCHEME}, 1), ({"kv_cache_quant_algo": "FP8"}, 1)],
+)
+def test_the_cache_is_kept_as_the_config_says_unless_it_is_asked_for_otherwise(tmp_path, facts, element_bytes):
+    """Keys and values of 80 tokens, in 40 layers of 4 heads of 32."""
+    target = published(tmp_path, **SMALL, quantization_config={"quant_method": "fp8", **facts})
+    by_config, wide = (serving(target, [H100], prompt=64, output=16, kv=kv) for kv in (None, "bf16"))
+    for result, each in ((by_config, element_bytes), (wide, 2)):
+        assert result.rows[0].kv_bytes_per_request == 80 * 40 * 2 * 4 * 32 * each
+        assert f"KV {'fp8' if each == 1 else 'bf16'}" in result.title
+        assert ("by its config the cache is kept in fp8" in str(result)) is (element_bytes == 1)
+    assert ("kv='fp8' serves it so" in str(wide)) is (element_bytes == 1)
+
+
+@pytest.mark.parametrize("scheme", [{"num_bits": 8, "type": "int"}, {"num_bits": 4, "type": "float"}])
+def test_a_format_of_the_cache_that_is_not_known_is_told(tmp_path, scheme):
+    facts = {"quant_method": "fp8", "kv_cache_scheme": scheme}
+    said = str(serving(published(tmp_path, **SMALL, quantization_config=facts), [H100], prompt=64, output=16))
+    kept = f"{scheme['type']} of {scheme['num_bits']} bits"
+    assert f"the cache is kept in {kept}, a format that is not known here: it is taken as bf16" in said
+
+
 def test_ranks_share_heads_of_keys_evenly_or_are_refused():
     """Phi-4 has ten: each of two GPUs has five, and on four there would be ten of twelve or eight."""
     sizes = {"hidden_size": 640, "num_attention_heads": 40, "num_key_value_heads": 10, "intermediate_size": 640}
@@ -146,6 +172,24 @@ def test_ranks_share_a_scan_whose_width_is_a_factor_of_the_models(ranks):
         vocab_size=1000, num_experts=1, attn_layer_offset=1, attn_layer_period=2, mamba_dt_rank=16,
     )  # fmt: skip
     assert decoder(config, ranks).state_bytes == decoder(config).state_bytes / ranks
+
+
+def test_ranks_sum_what_a_scan_reads_of_its_input_before_what_it_gives():
+    """A Mamba layer, attention, and two MLPs: four sums of 256 numbers of a token, and one of the 16 of a step's width
+    and of two states of 16 that `x_proj` makes, which each rank needs whole."""
+    config = transformers.JambaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=1000, num_experts=1, attn_layer_offset=1, attn_layer_period=2, mamba_dt_rank=16, mamba_d_state=16,
+    )  # fmt: skip
+    assert sorted(decoder(config, 2).all_reduces) == [16 + 2 * 16, 256, 256, 256, 256]
+
+
+def test_ranks_of_a_layer_of_experts_sum_once_for_all_of_them():
+    config = transformers.Qwen2MoeConfig(
+        hidden_size=256, intermediate_size=512, moe_intermediate_size=64, shared_expert_intermediate_size=128,
+        num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=8, vocab_size=1000, num_experts=8,
+    )  # fmt: skip
+    assert decoder(config, 2).all_reduces == (256, 256)
 
 
 def test_a_model_that_runs_whole_but_not_split_is_told_so():

@@ -7,9 +7,8 @@ from typing import get_args
 
 from flopmeter.ask.serve import serving
 from flopmeter.ask.serve.cache import CacheKind
-from flopmeter.ask.serve.formats import KV_BYTES
 from flopmeter.ask.serve.picture import serving_curves
-from flopmeter.ask.serve.published import WEIGHTS
+from flopmeter.ask.serve.published import KV_BYTES, WEIGHTS
 from flopmeter.ask.serve.serving import USUAL_CHUNK
 from flopmeter.ask.serve.slo import read_slo
 from flopmeter.cli.command import Command, add_energy_price, add_format, device_list, number, picked, share, show
@@ -73,7 +72,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add = engine.add_argument
     add("--mode", choices=get_args(Mode), default="cudagraph", help="how a step is launched (default: %(default)s)")
     add("--weights", choices=WEIGHTS, help="how products keep weights (default: as published, else bf16)")
-    add("--kv", choices=KV_BYTES, default="bf16", help="how the cache is kept (default: %(default)s)")
+    add("--kv", choices=KV_BYTES, help="how the cache is kept (default: as the config says, else bf16)")
     cuts = engine.add_mutually_exclusive_group()
     cuts.add_argument(
         "--chunk", metavar="N", type=number, help=f"tokens of a prompt in a step (default: {USUAL_CHUNK})"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from flopmeter.ask.checks import check_share, check_whole
 from flopmeter.ask.serve.cache import ServingError
 from flopmeter.ask.serve.decoder import Decoder
-from flopmeter.ask.serve.formats import HEAD, KV_BYTES, has_product
-from flopmeter.ask.serve.published import WEIGHTS, quantised
+from flopmeter.ask.serve.formats import HEAD, has_product
+from flopmeter.ask.serve.published import KV_BYTES, WEIGHTS, quantised
 from flopmeter.ask.serve.queue import expected_tokens
 from flopmeter.ask.serve.steps import StepCost, StepModel
 from flopmeter.device.cluster import Cluster, cluster_of
@@ -31,7 +31,7 @@ class ServingPlan:
     spreads_experts: bool  # over the GPUs, each of which has requests of its own; else they are tensor parallel
     mode: Mode
     weights: str | None  # None: as the model was published
-    kv: str
+    kv: str | None  # None: as the config of the model says
     chunk: int | None
     prefix: float
     draft_tokens: int
@@ -70,7 +70,7 @@ class ServingPlan:
             raise ServingError("prefill gives the one token that is wanted: GPUs of their own have nothing to decode")
         check_share(ServingError, prefix=self.prefix, acceptance=self.acceptance)
         mode_called(self.mode, ServingError)
-        for name, given, known in (("weights", self.weights or "bf16", WEIGHTS), ("kv", self.kv, KV_BYTES)):
+        for name, given, known in (("weights", self.weights or "bf16", WEIGHTS), ("kv", self.kv or "bf16", KV_BYTES)):
             if given not in tuple(known):
                 raise ServingError(f"unknown {name} {given!r}; known: {', '.join(known)}")
 
@@ -93,7 +93,7 @@ def title_of(plan: ServingPlan, own: StepModel) -> str:
     how = f", {plan.gpus} {kind} parallel GPUs" if plan.gpus > 1 else ""
     slo = ", ".join(f"{name.upper()} up to {duration(seconds)}" for name, seconds in plan.slo.items())
     return (
-        f"{own.decoder.title} · {plan.prompt} tokens in, {plan.output} out{how} · weights {own.weights}, KV {plan.kv},"
+        f"{own.decoder.title} · {plan.prompt} tokens in, {plan.output} out{how} · weights {own.weights}, KV {own.kv},"
         f" {own.decoder.cache} cache · {plan.mode}" + (f" · {slo}" if slo else "")
     )
 
@@ -132,6 +132,7 @@ def notes_of(
         *_of_spread_experts(plan, own),
         *_of_requests(plan, own.decoder, draft),
         *_of_weights(own, devices),
+        *_of_cache(own),
     )
 
 
@@ -201,3 +202,15 @@ def _of_weights(own: StepModel, devices: Sequence[Hardware]) -> Iterator[str]:
     lack = [device.name for device in devices if chosen.product and not has_product(device, chosen.product)]
     if lack:
         yield f"no products in {chosen.product} on {', '.join(lack)}: weights are unpacked in bf16 products"
+
+
+def _of_cache(own: StepModel) -> Iterator[str]:
+    published = quantised(own.decoder.config)
+    if published.kv:
+        so = "" if published.kv == own.kv else f": kv={published.kv!r} serves it so"
+        yield f"by its config the cache is kept in {published.kv}{so}"
+    elif published.unknown_kv:
+        yield (
+            f"by its config the cache is kept in {published.unknown_kv}, a format that is not known here: it is taken"
+            f" as {own.kv}"
+        )

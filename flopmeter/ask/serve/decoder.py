@@ -50,7 +50,7 @@ class Decoder:
     config: Any
     cache: CacheKind
     ranks: int
-    all_reduces: int = 0  # of the activations, in a step
+    all_reduces: tuple[int, ...] = ()  # in a step: how many numbers of each token
     part_of: str | None = None  # the type of a model of images or sound, of which this is the language model
     spread: tuple[SpreadExperts, ...] = ()  # of each layer whose experts are spread over GPUs
 
@@ -236,7 +236,7 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged", expert_rank
         return own
     if _in_layers(model, share) * ranks > MOST_COPIED * _in_layers(whole, config):
         raise ServingError(f"{own.title} cannot be split over {ranks} GPUs by its config: a rank keeps too much of it")
-    return replace(own, all_reduces=_sums(model, whole))
+    return replace(own, all_reduces=_sums(model, whole, config.hidden_size))
 
 
 @contextlib.contextmanager
@@ -447,12 +447,15 @@ def _layer_of(block: str) -> str:
     return block.rpartition(".")[0]
 
 
-def _sums(model: Any, whole: Any) -> int:
-    """How many blocks of layers give each rank a part of a sum: those with weights whose columns the ranks share, such
-    as attention and MLP."""
-    pairs = zip(model.named_parameters(), whole.parameters(), strict=True)
-    shared = (name for (name, own), all_of_it in pairs if own.ndim > 1 and own.shape[-1] < all_of_it.shape[-1])
-    return len({match.group() for name in shared if (match := _BLOCK.match(name))})
+def _sums(model: Any, whole: Any, width: int) -> tuple[int, ...]:
+    """How many numbers of a token each sum has of which ranks have a part: one as wide as the model for each block of a
+    layer with weights whose columns the ranks share, such as attention and MLP; and one of its own for a projection to
+    another width, whose result the block goes on with, such as `x_proj` of Mamba (as in vLLM's MambaMixer)."""
+    sums = dict[tuple[str, int], None]()
+    for (name, own), all_of_it in zip(model.named_parameters(), whole.parameters(), strict=True):
+        if own.ndim > 1 and own.shape[-1] < all_of_it.shape[-1] and (match := _BLOCK.match(name)):
+            sums[match.group(), own.shape[0] if own.ndim == 2 else width] = None
+    return tuple(size for _, size in sums)
 
 
 @contextlib.contextmanager

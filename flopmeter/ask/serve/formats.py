@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flopmeter.ask.serve.engine import with_newest_attention, with_one_sort
-from flopmeter.ask.serve.published import NOTHING_KEPT, Quantised
+from flopmeter.ask.serve.published import KV_BYTES, NOTHING_KEPT, Quantised
 from flopmeter.device.hardware import Hardware, HardwareError
 from flopmeter.launch.grouped_matmul import in_one_kernel, is_grouped
 from flopmeter.records import ATTENTION, Cost, GroupedMatmulWork, Kernel, MatmulWork, Region, Trace
 
 HEAD = "lm_head"  # scores the vocabulary; it stays as it is, like embeddings and norms
-KV_BYTES = {"bf16": 2.0, "fp8": 1.0}
 
 
 def in_formats(

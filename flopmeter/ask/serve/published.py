@@ -38,6 +38,7 @@ _OF_METHODS = {
 }  # fmt: skip
 _OF_GROUPS = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8"}
 """By type and bits of the weights of a group of modules, as compressed-tensors and ModelOpt write it."""
+KV_BYTES = {"bf16": 2.0, "fp8": 1.0}  # of an element of the cache
 _OF_FP4_GROUPS = {16: "nvfp4", 32: "mxfp4"}  # by the numbers that share a scale
 
 
@@ -49,6 +50,8 @@ class Quantised(NamedTuple):
     form: WeightFormat | None = None  # if it says more of it than WEIGHTS has
     only: tuple[str, ...] = ()  # modules of which alone the weights are so; none: of all
     unknown: str | None = None  # a way of quantising that is none of WEIGHTS
+    kv: str | None = None  # the cache, of KV_BYTES; None: it says nothing, or something else
+    unknown_kv: str | None = None  # a format of the cache that is none of KV_BYTES
 
     def format_of(self, weights: str) -> WeightFormat:
         return self.form if self.form is not None and weights == self.weights else WEIGHTS[weights]
@@ -85,6 +88,22 @@ def quantised(config: Any) -> Quantised:
     own = getattr(config, "quantization_config", None) or {}
     facts = own if isinstance(own, dict) else own.to_dict()
     kept = _in_language(next((facts[name] for name in _LEFT_OUT if facts.get(name)), ()))
+    cache = _cache_format(facts)
+    kv, unknown_kv = (cache, None) if cache in KV_BYTES else (None, cache)
+    return _of_weights(facts, kept)._replace(kv=kv, unknown_kv=unknown_kv)
+
+
+def _cache_format(facts: Mapping[str, Any]) -> str | None:
+    """The format of the cache, by the scheme of compressed-tensors and ModelOpt, or the name in ModelOpt's own file.
+    Engines take it unless they are told another one."""
+    if scheme := facts.get("kv_cache_scheme"):
+        bits, kind = scheme.get("num_bits"), scheme.get("type", "int")
+        return "fp8" if (kind, bits) == ("float", 8) else f"{kind} of {bits} bits"
+    name = facts.get("kv_cache_quant_algo")
+    return str(name).lower() if name else None
+
+
+def _of_weights(facts: Mapping[str, Any], kept: tuple[str, ...]) -> Quantised:
     if facts.get("config_groups"):
         return _of_groups(facts)._replace(kept=kept)
     method = facts.get("quant_method")

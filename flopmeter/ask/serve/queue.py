@@ -36,6 +36,18 @@ queue; of many requests it is M/D/1), and
 
     time to first token          TTFT = T + D / 2 * (b - 1) / b + R - S
 
+The wait for the rest of a step with a chunk in it is part of R: a queue whose server takes holidays of D when nobody
+waits has the wait of M/D/1 and D / 2 (Fuhrmann and Cooper 1985). A prompt that shares its chunk (c > 1) begins with the
+next step, whoever else waits, as long as the chunk has room. It finds a step of the mean length s, weighted by length,
+of which half is left, and runs with all the others that came in that step. With e = p + l - D of a prompt, A of which
+come in a step at random, a step takes D + e A, so that
+
+    s = E[step^2] / E[step] = D / (1 - v) + e v / (1 - v^2),  v = e (b - 1) / (TTFT + Z)
+    TTFT = T + s (1 / 2 + v)
+
+which is the least wait, as the one above is; TTFT is the larger of the two (within 10 % of a simulation below
+saturation, where the first alone was up to 50 % too short, and 20 % too long where chunks are just full).
+
 With pools of their own for prefill and for decoding, decoding is never stopped (x = 0) and does not wait for T,
 prefill GPUs are so many that each is at work `PREFILL_LOAD` of the time (M/D/1), and the cache of a prompt goes over a
 link.
@@ -48,6 +60,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 PREFILL_LOAD = 0.7  # of the time: how busy GPUs that only prefill are kept
+HALVINGS = 50  # of an interval in which a wait is looked for: to the last digit
 
 
 class RequestWork(NamedTuple):
@@ -100,6 +113,8 @@ def load(work: RequestWork, batch: int) -> Load:
     else:
         service = extra + work.chunks * step / work.at_once if work.chunks else own
         wait, servers = _wait_seconds(service, decoding, batch) + step / 2 * others, 0.0
+        if work.at_once > 1:
+            wait = max(wait, _sharing_seconds(own, step * others, extra, decoding, batch))
     tpot = decoding / after if after else None
     return Load(batch, own + wait + work.transfer, tpot, rate, servers, at_work)
 
@@ -117,3 +132,17 @@ def _wait_seconds(service: float, away: float, requests: int) -> float:
     short = service * requests - away
     found = (short + math.sqrt(short**2 + 4 * service * (away - service * (requests - 1) / 2))) / 2
     return found - service
+
+
+def _sharing_seconds(own: float, step: float, each: float, away: float, requests: int) -> float:
+    """s (1 / 2 + v) above: what a request of `requests` waits for the running step and for those that share its own,
+    which grows by `each`. The longer the wait, the fewer come in a step, so that one wait agrees with itself."""
+    least, most = 0.0, 2 * (step + each * requests)
+    for _ in range(HALVINGS):
+        wait = (least + most) / 2
+        share = each * (requests - 1) / (own + wait + away)
+        if share >= 1 or (step / (1 - share) + each * share / (1 - share**2)) * (0.5 + share) > wait:
+            least = wait
+        else:
+            most = wait
+    return least

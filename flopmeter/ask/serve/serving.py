@@ -13,7 +13,7 @@ from flopmeter.ask.compare import SECONDS_PER_HOUR, checked_devices, checked_pri
 from flopmeter.ask.serve.asked import ServingPlan, check_draft, links_of, notes_of, title_of
 from flopmeter.ask.serve.cache import CacheKind, ServingError
 from flopmeter.ask.serve.decoder import decoder
-from flopmeter.ask.serve.formats import KV_BYTES
+from flopmeter.ask.serve.published import KV_BYTES
 from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_tokens, load
 from flopmeter.ask.serve.slo import read_slo
 from flopmeter.ask.serve.steps import StepCost, StepModel
@@ -55,6 +55,7 @@ class ServingRow:
     kv_bytes_per_request: float  # on one GPU, when its last token is made, without a prefix that all share
     most_requests: int  # at a time, that memory holds, on all its GPUs
     prefill_seconds: float  # of one prompt alone
+    alone_ttft_seconds: float  # of one request that waits for no other, with what its cache takes over the links
     step_seconds: float  # of decoding, of one request alone
     points: tuple[ServingPoint, ...]  # by rising batch
     best: ServingPoint | None  # None where no batch keeps to the latencies
@@ -114,7 +115,7 @@ _COLUMNS: list[ColumnOf[ServingRow]] = [
     ColumnOf("J/token", _of_best(lambda point: point.joules_per_token)),
     ColumnOf("$/M tokens", _of_best(lambda point: point.dollars_per_million_tokens)),
     ColumnOf("energy $/M", _of_best(lambda point: point.energy_dollars_per_million_tokens)),
-    ColumnOf("alone: TTFT ms", lambda row: row.points[0].ttft_seconds, in_ms),
+    ColumnOf("alone: TTFT ms", lambda row: row.alone_ttft_seconds, in_ms),
     ColumnOf("alone: TPOT ms", lambda row: row.points[0].tpot_seconds, _optional(in_ms)),
 ]
 
@@ -130,7 +131,7 @@ def serving(
     expert_parallel: bool = False,
     mode: Mode = "cudagraph",
     weights: str | None = None,
-    kv: str = "bf16",
+    kv: str | None = None,
     chunk: int | Literal["usual"] | None = "usual",
     prefix: float = 0.0,
     draft: Any = None,
@@ -155,7 +156,7 @@ def serving(
     expert_parallel: the experts of each layer are spread over them instead; each has all else, and requests of its own.
     mode: how a step is launched; 'cudagraph' is what servers do.
     weights: 'bf16' (as the model has them), 'fp8', 'int8', 'int4', 'mxfp4' or 'nvfp4'; None: as its config says that it
-        was published, else 'bf16'. kv: the cache, 'bf16' or 'fp8'.
+        was published, else 'bf16'. kv: the cache, 'bf16' or 'fp8'; None: as its config says, else 'bf16'.
     chunk: tokens of a prompt that run in one step with decoding, as a rule 2048; None: prefill stops decoding.
     prefix: share of each prompt whose keys and values are in the cache already; a paged cache holds it once for all.
     draft: a smaller model (as `target`) that proposes `draft_tokens` tokens (4), each accepted with `acceptance` (0.7).
@@ -183,11 +184,12 @@ def serving(
     devices = checked_devices([hardware] if isinstance(hardware, str | Hardware) else hardware, ServingError)
     dollars = checked_prices(prices or {}, devices)
 
-    def steps_of(model: Any, expert_ranks: int) -> StepModel:
+    def steps_of(model: Any, expert_ranks: int, kv: str | None) -> StepModel:
         share = decoder(model, plan.ranks, cache, expert_ranks)
         return StepModel(share, mode, weights, kv, dict(meter_options), plan.cluster)
 
-    own, other = steps_of(target, plan.copies), None if draft is None else steps_of(draft, expert_ranks=1)
+    own = steps_of(target, plan.copies, kv)
+    other = None if draft is None else steps_of(draft, expert_ranks=1, kv=own.kv)
     if other is not None:
         check_draft(own.decoder, other.decoder)
     rows, links, unable = [], [], {}
@@ -233,6 +235,7 @@ class _Server:
             kv_bytes_per_request=self._own_kv_bytes,
             most_requests=most * plan.copies,
             prefill_seconds=self._work.prefill,
+            alone_ttft_seconds=self._work.prefill + self._work.transfer,
             step_seconds=self._work.decode(1),
             points=tuple(self._point(each) for each in shown),
             best=None if best is None else self._point(best),
@@ -250,7 +253,7 @@ class _Server:
     def _kv_bytes(self, tokens: int) -> float:
         """The caches of one request, that of the draft too."""
         models = (self._steps, self._draft) if self._draft else (self._steps,)
-        return sum(model.decoder.kv_bytes(tokens, KV_BYTES[self._plan.kv]) for model in models)
+        return sum(model.decoder.kv_bytes(tokens, KV_BYTES[model.kv]) for model in models)
 
     @functools.cached_property
     def _most(self) -> int:
@@ -362,8 +365,13 @@ class _Server:
         if best is None:
             first = loads[0]
             others = "" if first.tpot_seconds is None else f" and the others every {duration(first.tpot_seconds)}"
+            alone = (
+                f"at a time, with GPUs of prefill at work {PREFILL_LOAD:.0%} of the time,"
+                if self._plan.is_disaggregated
+                else "alone"
+            )
             return (
-                f"one request alone has its first token after {duration(first.ttft_seconds)}{others}:"
+                f"one request {alone} has its first token after {duration(first.ttft_seconds)}{others}:"
                 " no batch keeps to the latencies"
             )
         if best.batch == min(most, MOST_REQUESTS):

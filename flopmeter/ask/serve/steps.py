@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 from flopmeter.ask.meters import Meters
@@ -61,13 +62,14 @@ class StepModel:
         decoder: Decoder,
         mode: Mode,
         weights: str | None,
-        kv: str,
+        kv: str | None,
         meter_options: dict[str, Any],
         cluster: Cluster | None = None,
     ):
-        self.decoder, self.mode, self.kv, self._cluster = decoder, mode, kv, cluster
+        self.decoder, self.mode, self._cluster = decoder, mode, cluster
         self._published = quantised(decoder.config)
         self.weights = weights or self._published.weights or "bf16"
+        self.kv = kv or self._published.kv or "bf16"
         self._options = {"routing": "independent", "checks": "hold", **meter_options}
         self._meters: dict[tuple[int, ...], Meters] = {}  # by batch, new and cached tokens, and logits
         self._known: dict[tuple[str, int, int, int, int], StepCost] = {}
@@ -117,8 +119,10 @@ class StepModel:
         if ranks == 1:
             sent = (Collective("all_to_all", each.bytes_arriving(tokens), each.group) for each in self.decoder.spread)
             return sum(2 * price_collective(each, cluster).seconds for each in sent)
-        config = self.decoder.config
-        summed = tokens * config.hidden_size * self.decoder.model.dtype.itemsize
+        config, token_bytes = self.decoder.config, tokens * self.decoder.model.dtype.itemsize
         logits = Collective("all_gather", scored * config.vocab_size * ranks * LOGIT_BYTES, tuple(range(ranks)))
-        in_layers: float = self.decoder.all_reduces * all_reduce_seconds(summed, ranks, device, cluster)
+        in_layers = sum(
+            times * all_reduce_seconds(size * token_bytes, ranks, device, cluster)
+            for size, times in Counter(self.decoder.all_reduces).items()
+        )
         return in_layers + price_collective(logits, cluster).seconds

@@ -19,6 +19,7 @@ from flopmeter.device.hardware import Hardware
 from flopmeter.records import FlexBody, Op, TensorSpec, Trace
 from flopmeter.report.advice.bent_scores import FLEX, are_bent, body_of, flexed
 from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of, dense, fused
+from flopmeter.report.advice.masks import bias_for_kernel
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import are_in_torch, in_templates, is_dense, with_ops, with_tensors
 from flopmeter.report.report import Report
@@ -113,7 +114,7 @@ class Materialised(NamedTuple):
     gradients: set[int]  # storages that its backward pass gives to others
     is_causal: bool
     dropout: float
-    bias: TensorSpec | None  # added to the scores, as the program has it
+    biases: tuple[TensorSpec, ...]  # added to the scores, as the program has them
     bias_gradient: TensorSpec | None  # of the scores' size: what the sum that gives the bias its gradient reads
 
 
@@ -153,12 +154,12 @@ def around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> Materialis
     assert len(operands) == 3
     backward = (ops[index] for index in products if ops[index].phase == "backward")
     gradients = {out.storage for op in backward for out in op.outputs} - scores
-    bias, gradient = _bias(trace, uses, touched, scores, spec)
-    is_causal = bias is None and _is_causal(trace, uses, touched, spec)
+    biases, gradient = _biases(trace, uses, touched, scores, spec)
+    is_causal = not biases and _is_causal(trace, uses, touched, spec)
     if gradient is not None:
         dropped -= {index for index in touched if _sums_bias_gradient(ops[index], spec)}
     return Materialised(
-        dropped, made[0], taken[0], spec, operands, gradients, is_causal, _dropout(trace, touched), bias, gradient
+        dropped, made[0], taken[0], spec, operands, gradients, is_causal, _dropout(trace, touched), biases, gradient
     )
 
 
@@ -173,9 +174,9 @@ def _is_softmax(trace: Trace, uses: dict[int, list[int]], index: int) -> bool:
     return any(each.inputs[0].shape == out.shape and each.outputs[0].shape == (*out.shape[:-1], 1) for each in sums)
 
 
-def _bias(
+def _biases(
     trace: Trace, uses: dict[int, list[int]], touched: set[int], scores: set[int], square: TensorSpec
-) -> tuple[TensorSpec | None, TensorSpec | None]:
+) -> tuple[tuple[TensorSpec, ...], TensorSpec | None]:
     """What is added to the scores and is no causal mask (SDPA takes it as its mask), and the op that gives it its
     gradient."""
     ops = [trace.ops[index] for index in sorted(touched)]
@@ -186,9 +187,9 @@ def _bias(
         for spec in op.inputs
         if spec.storage not in scores and len(spec.shape) >= 2 and spec.shape[-1] == square.shape[-1]
     )
-    bias = next((spec for spec in added if not _is_causal_mask(trace, uses, spec, square)), None)
+    biases = tuple(spec for spec in added if not _is_causal_mask(trace, uses, spec, square))
     summed = (op.inputs[0] for op in ops if _sums_bias_gradient(op, square))
-    return bias, next(summed, None) if bias is not None else None
+    return biases, next(summed, None) if biases else None
 
 
 def _sums_bias_gradient(op: Op, square: TensorSpec) -> bool:
@@ -350,9 +351,10 @@ def _fused(trace: Trace, attention: Materialised, device: Hardware) -> dict[int,
     if are_bent(_on_scores(trace, attention, backward=False)):
         raise NoKernelError
     qkv, result, sums = _around_kernel(trace, attention)
-    is_causal, dropout, bias = attention.is_causal, attention.dropout, _bias_in_heads(attention, qkv[0].shape[:2])
+    is_causal, dropout = attention.is_causal, attention.dropout
+    bias, makers = _bias_in_heads(trace, attention, qkv[0].shape[:2])
     backend = backend_of(qkv, device, is_causal=is_causal, dropout=dropout, bias=bias)
-    return {
+    return makers | {
         place: fused(op, qkv, result, sums, backend, is_causal=is_causal, dropout=dropout, bias=bias)
         for place, op in ends(trace, attention)
     }
@@ -360,7 +362,7 @@ def _fused(trace: Trace, attention: Materialised, device: Hardware) -> dict[int,
 
 def _flexed(trace: Trace, attention: Materialised, device: Hardware) -> dict[int, Op]:
     """flex_attention, which has no dropout. What it would take to read a tensor that is added is not priced."""
-    if not are_bent(_on_scores(trace, attention, backward=False)) or attention.dropout or attention.bias is not None:
+    if not are_bent(_on_scores(trace, attention, backward=False)) or attention.dropout or attention.biases:
         raise NoKernelError
     qkv, result, sums = _around_kernel(trace, attention)
     *_, queries, keys = attention.softmax.shape
@@ -407,17 +409,15 @@ def ends(trace: Trace, attention: Materialised) -> list[tuple[int, Op]]:
     return [(place, trace.ops[place]) for place in (attention.values, *([max(backward)] if backward else ()))]
 
 
-def _bias_in_heads(attention: Materialised, batch_and_heads: tuple[int, ...]) -> Bias | None:
-    """The bias as the fused kernel takes it: repeated for each sequence and head, without memory for that."""
-    bias, sizes = attention.bias, (*batch_and_heads, *attention.softmax.shape[-2:])
-    if bias is None or len(bias.shape) > len(sizes):
-        return None
-    shape = (1,) * (len(sizes) - len(bias.shape)) + bias.shape
-    if any(size not in (1, whole) for size, whole in zip(shape, sizes, strict=True)):
-        return None
-    stride = dense(shape, bias.dtype, bias.device).stride  # kernels want the keys innermost
-    steps = tuple(step if size > 1 else 0 for size, step in zip(shape, stride, strict=True))
-    return Bias(bias._replace(shape=sizes, stride=steps), attention.bias_gradient)
+def _bias_in_heads(
+    trace: Trace, attention: Materialised, batch_and_heads: tuple[int, ...]
+) -> tuple[Bias | None, dict[int, Op]]:
+    """What is added to the scores as the fused kernel takes it, and the ops that make that of it."""
+    sizes = (*batch_and_heads, *attention.softmax.shape[-2:])
+    free = {index: trace.ops[index] for index in attention.ops if attention.scores <= index < attention.values}
+    backward = {index: trace.ops[index] for index in attention.ops if trace.ops[index].phase == "backward"}
+    backward.pop(max(backward, default=-1), None)  # where the fused kernel stands
+    return bias_for_kernel(attention.biases, sizes, attention.bias_gradient, free, backward)
 
 
 def _operands(trace: Trace, attention: Materialised) -> Operands:

@@ -25,7 +25,7 @@ from flopmeter.report.advice.autocast import FOURIER, autocast
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.passes import differentiates_gradients
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
-from flopmeter.report.advice.sent import values_read
+from flopmeter.report.advice.sent import made_for_copies, values_read
 from flopmeter.report.advice.spots import (
     alignment_of,
     matmuls_of,
@@ -253,21 +253,26 @@ def _flags_of_scalers(trace: Trace) -> set[int]:
 
 
 @remedy
-def batches_made_between(report: Report) -> Iterator[Proposal]:
-    """Ops on tensors of the host, outside of modules: each takes the time of a call from the device."""
+def ops_between_on_the_host(report: Report) -> Iterator[Proposal]:
+    """Ops on tensors of the host, outside of modules: each takes the time of a call from the device. A batch goes to
+    the device afterwards; other programs work out figures of their own there, as schedulers of diffusion do."""
     trace = trace_of(report)
     own = {
         index
         for index, op in enumerate(trace.ops)
         if op.phase == "forward" and not op.module and op.call.outputs and not runs_on(trace.device, op.call)
     }
-    if own:
-        yield Proposal(
-            f"all that the host sends after {counted(len(own), 'op')} on tensors of its own", everything,
-            "the host runs them one after the other",
-            "DataLoader(num_workers=...), whose processes make the next batch meanwhile",
-            priced(report, with_ops(trace, own)), where=modules_and_lines_of(trace.ops[index] for index in own),
-        )  # fmt: skip
+    of_batches = made_for_copies(trace, own)
+    for ops, how in (
+        (of_batches, "DataLoader(num_workers=...), whose processes make the next batch meanwhile"),
+        (own - of_batches, "made once, on the device, or as numbers of Python (math.log): no batch comes of them"),
+    ):
+        if ops:
+            yield Proposal(
+                f"all that the host sends after {counted(len(ops), 'op')} on tensors of its own", everything,
+                "the host runs them one after the other", how,
+                priced(report, with_ops(trace, ops)), where=modules_and_lines_of(trace.ops[index] for index in ops),
+            )  # fmt: skip
 
 
 @remedy

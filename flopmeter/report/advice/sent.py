@@ -63,3 +63,19 @@ def ends_of(op: Op) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
     target = op.outputs[0] if op.outputs else op.inputs[0]
     source = next((spec for spec in reversed(op.inputs) if spec.device != target.device), None)
     return source and (source.device, source.storage), (target.device, target.storage)
+
+
+def made_for_copies(trace: Trace, ops: set[int]) -> set[int]:
+    """Those of the ops that make what a later copy brings to the device. A copy of one number is none of a batch."""
+    wanted, makers = set[int](), set[int]()
+    for index in range(len(trace.ops) - 1, -1, -1):
+        op = trace.ops[index]
+        if index in ops:
+            if not wanted.isdisjoint(op.storages):
+                makers.add(index)
+                wanted |= set(op.storages)
+            continue
+        source, target = ends_of(op)
+        if source is not None and target is not None and source[0] == "cpu" and target[0] == trace.device:
+            wanted |= {spec.storage for spec in op.inputs if spec.device == "cpu" and spec.numel > 1}
+    return makers

@@ -1,0 +1,106 @@
+"""What a program adds to its scores, as the one mask that a fused kernel takes.
+
+A tensor that is the same for all sequences or heads is read again for each, without memory for that. Several, such as
+the bias by position and the mask of windows that Swin adds one after the other, are added up first. What every n-th
+sequence shares, such as a mask of windows, is written out for all of them, since no strides say so. Rows that are not
+aligned are padded by scaled_dot_product_attention itself, and their gradients are cut out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from torch._ops import OpOverload
+
+from flopmeter.as_cuda.attention import MASK_ALIGNMENT
+from flopmeter.records import Op, TensorSpec
+from flopmeter.report.advice.fused_attention import Bias, NoKernelError, dense
+from flopmeter.report.advice.rewrite import in_place_of
+from flopmeter.torch_names.operators import aten_overloads
+
+
+class _Places:
+    """Ops that go, in whose places others stand, one after the other."""
+
+    def __init__(self, free: Mapping[int, Op]) -> None:
+        self._left = [(index, op) for index, op in sorted(free.items()) if op.outputs]
+        self.taken: dict[int, Op] = {}
+
+    def made(self, func: OpOverload, read: tuple[TensorSpec, ...], shape: tuple[int, ...], *rest: Any) -> TensorSpec:
+        """What the op makes of these tensors. Raises NoKernelError where no place is left."""
+        if not self._left:
+            raise NoKernelError
+        index, op = self._left.pop(0)
+        out = dense(shape, read[0].dtype, read[0].device)._replace(storage=op.outputs[0].storage)
+        self.taken[index] = in_place_of(op, func, (*read, *rest), {}, read, (out,))
+        return out
+
+
+def bias_for_kernel(
+    added: Sequence[TensorSpec],
+    sizes: tuple[int, ...],
+    gradient: TensorSpec | None,
+    forward: Mapping[int, Op],
+    backward: Mapping[int, Op],
+) -> tuple[Bias | None, dict[int, Op]]:
+    """The mask of `sizes`, [batch, heads, queries, keys], and the ops that make it and its gradient, in the places of
+    ops of both passes that go, by their indices. None where nothing is added, or nothing that is known here. Raises
+    NoKernelError if there are too few places."""
+    whole = _whole(added, sizes)
+    if whole is None:
+        return None, {}
+    places, places_back = _Places(forward), _Places(backward)
+    mask = added[0]
+    for other in added[1:]:
+        mask = places.made(aten_overloads.add.Tensor, (mask, other), whole)
+    part, whole = whole, (whole[0] if whole[0] == 1 else sizes[0], *whole[1:])
+    if whole != part:
+        again = _spread(mask, part, sizes[0] // part[0])
+        mask = places.made(aten_overloads.clone.default, (again,), whole)
+    padded = (*whole[:-1], whole[-1] + -whole[-1] % MASK_ALIGNMENT)
+    if padded != whole:
+        mask = places.made(aten_overloads.constant_pad_nd.default, (mask,), padded, (0, padded[-1] - whole[-1]), 0)
+    if gradient is not None:
+        _sum_gradients(
+            dense(whole, gradient.dtype, gradient.device)._replace(storage=gradient.storage), part, padded, places_back
+        )
+    strides = dense(padded, mask.dtype, mask.device).stride  # kernels want the keys innermost
+    steps = tuple(step if size > 1 else 0 for size, step in zip(whole, strides, strict=True))
+    return Bias(mask._replace(shape=sizes, stride=steps), gradient), places.taken | places_back.taken
+
+
+def _spread(spec: TensorSpec, part: tuple[int, ...], times: int) -> TensorSpec:
+    return spec._replace(shape=(times, *part), stride=(0, *dense(part, spec.dtype, spec.device).stride))
+
+
+def _sum_gradients(given: TensorSpec, part: tuple[int, ...], padded: tuple[int, ...], places: _Places) -> None:
+    """The gradient of a mask that was padded, and that of one that was written out for several, which is summed up. The
+    program's own sum, which would read the result, is left as it is and reads all of them."""
+    whole = given.shape
+    if padded != whole:
+        wide = places.made(aten_overloads.slice_backward.default, (given,), padded, padded, 3, 0, whole[-1], 1)
+        narrow = (0, whole[-1] - padded[-1])
+        inner = wide._replace(shape=whole)
+        given = places.made(aten_overloads.constant_pad_nd.default, (inner,), whole, narrow, 0)
+    if whole != part:
+        parts = (whole[0] // part[0], *part)
+        read = dense(parts, given.dtype, given.device)._replace(storage=given.storage)
+        places.made(aten_overloads.sum.dim_IntList, (read,), part, (0,))
+
+
+def _whole(added: Sequence[TensorSpec], sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of the sum of all that is added, of which the first dimension may divide the batch."""
+    shapes = [_in_four(spec.shape) for spec in added]
+    if not shapes:
+        return None
+    whole = tuple(max(each) for each in zip(*shapes, strict=True))
+    are_alike = all(size in (1, most) for shape in shapes for size, most in zip(shape, whole, strict=True))
+    fits = sizes[0] % whole[0] == 0 and all(a in (1, b) for a, b in zip(whole[1:], sizes[1:], strict=True))
+    return whole if are_alike and fits else None
+
+
+def _in_four(shape: tuple[int, ...]) -> tuple[int, ...]:
+    shape = (1,) * (4 - len(shape)) + shape
+    return (prod(shape[:-3]), *shape[-3:])
