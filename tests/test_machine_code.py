@@ -22,7 +22,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ELEMENTS, WARPS = 1024, 4
 OF_THREAD = ELEMENTS // (32 * WARPS)
-WRITTEN = {"truediv": "x / y", "reciprocal": "1.0 / x", "tanh": "libdevice.tanh(x)", "atan": "libdevice.atan(x)"}
+WRITTEN = {
+    "atan": "libdevice.atan(x)",
+    "pow": "libdevice.pow(x, y)",
+    "reciprocal": "1.0 / x",
+    "tanh": "libdevice.tanh(x)",
+    "truediv": "x / y",
+}
 SOURCE = """
 import triton, triton.language as tl
 from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math

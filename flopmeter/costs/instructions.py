@@ -20,15 +20,21 @@ _FAR_JUMP = 8
 
 OF_OPS = {
     "acos": 23,
+    "asin": 22,
     "atan": 17,
+    "atanh": 40,
     "cos": 28 + _FAR_JUMP,
+    "cosh": 19,
     "erf": 28,
     "erfc": 47,
     "exp": 9,
     "expm1": 25,
+    "lgamma": 84,
     "log": 25,
+    "log10": 26,
     "log1p": 30,
     "log2": 27,
+    "pow": 88,  # of two tensors; whole numbers are powers by multiplications
     "reciprocal": 8,
     "sigmoid": 11,
     "sin": 26 + _FAR_JUMP,
