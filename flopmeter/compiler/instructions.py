@@ -19,11 +19,13 @@ def instructions(node: Any, reduced: int, sizes: Sizes) -> int:
     again for each.
 
     Rows that registers hold are filled up to a power of two. If their elements are no neighbours in memory, a thread
-    has one of each of its rows, and shares nothing."""
+    has one of each of its rows, shares nothing, and combines each with those of others: a shuffle and an addition for
+    each doubling."""
     inner = is_inner(node)
     held = is_held(reduced, is_inner=inner)
-    filled = power_of_two_from(reduced) / reduced if held and reduced > 1 else 1.0
     shares = inner or not held
+    filled = power_of_two_from(reduced) if held and reduced > 1 else reduced
+    combining = 0 if shares else 2 * (filled.bit_length() - 1)
     total = 0
     written: set[str] = set()
     seen: set[str] = set()
@@ -32,14 +34,14 @@ def instructions(node: Any, reduced: int, sizes: Sizes) -> int:
         if body is None:
             continue
         rows = _row_variables(body, reduced, sizes) if shares else set()
-        loop = _CountedLoop(body, rows, written, is_held=held)
+        loop = _CountedLoop(body, rows, written, combining, is_held=held)
         if body.reduce_vars and loop.text in seen:
             continue  # a mean and a variance are two results of one loop
         seen.add(loop.text)
         elements = prod(sizes(size) for sizes_of_loop in part.get_ranges() for size in sizes_of_loop)
         total += elements * loop.instructions()
         written |= set(part.get_buffer_names())
-    return int(filled * total)
+    return total * filled // max(reduced, 1)
 
 
 def _row_variables(body: Any, reduced: int, sizes: Sizes) -> set[Any]:
@@ -56,8 +58,9 @@ class _CountedLoop:
     """One loop of a kernel. `rows`: the variables that stay the same along a row. `written`: the buffers of loops
     before it, whose elements are still in registers."""
 
-    def __init__(self, body: Any, rows: set[Any], written: set[str], *, is_held: bool):
+    def __init__(self, body: Any, rows: set[Any], written: set[str], combining: int, *, is_held: bool):
         self._body, self._rows, self._written, self._is_held = body, rows, written, is_held
+        self._combining = combining
         self._columns = {*body.iter_vars, *body.reduce_vars} - rows
         self._symbols: dict[Any, set[Any]] = {}  # what the value of a node depends on
 
@@ -96,5 +99,5 @@ class _CountedLoop:
             return 0
         if op == "reduction":
             held, looped = next((OF_REDUCTIONS[each] for each in node.args if each in OF_REDUCTIONS), (1, 1))
-            return held if self._is_held else looped
+            return self._combining + (held if self._is_held else looped)
         return OF_OPS.get(op, 1)
