@@ -334,7 +334,7 @@ def test_markup_escapes_all_that_is_not_markup():
         (1000, "1.00 kB"),
         (2.039e12, "2.04 TB"),
         (80e9, "80.0 GB"),
-        (2**100, "1.27e+12 EB"),
+        (2**100, "1.27e+06 YB"),
     ],
 )
 def test_a_figure_is_shown_with_three_digits_and_a_prefix(value, text):

@@ -35,13 +35,15 @@ def chains(*, marked: bool) -> FlopMeter:
 
 
 def test_fusing_a_chain_of_three_passes_saves_two_thirds_of_its_bytes():
-    """Each pass reads and writes N floats; one kernel does so once for all six."""
+    """Each pass reads and writes N floats; one kernel does so once for all six, whose sines and cosines then bound it:
+    some 130 instructions an element, of which an A100 starts no more than those of 108 x 128 lanes in a cycle."""
     (region,) = chains(marked=False).report().speed_up().regions
     assert region.name == "program, forward"
     assert (region.eager.kernels, region.compiled.kernels) == (6, 1)
     assert (region.eager.bytes_moved, region.compiled.bytes_moved) == (6 * 8 * N, 8 * N)
     assert region.saved_share == pytest.approx(5 / 6)
-    assert 4 < region.factor < 8
+    assert region.compiled.seconds > N * 130 / (108 * 128 * 1.41e9)
+    assert 2 < region.factor < 6
 
 
 def test_only_what_is_marked_is_saved():

@@ -3,6 +3,7 @@ else follows from its schema and its tags."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,21 +188,31 @@ def _start_blank(known: Knowledge, tensor: Tensor) -> None:
 
 def filled(known: Knowledge, call: Invocation) -> Any:
     """zeros_like, new_full, ...: constants; of the tensor argument only the shape matters. Floats become masks (zeros
-    like the scores, ones where an expert was picked). Of those in a backward pass, but for what it computes again,
-    no program asks for the value."""
+    like the scores, ones where an expert was picked). Of those in a backward pass, but for what it computes again, and
+    of states like a weight no program asks for the value."""
     result = call.run()
     if not result.is_meta or result.layout is not torch.strided:
         return result
     name = call.func.overloadpacket.__name__
-    fill = call.argument(2, "fill_value") if name == "new_full" else call.argument(1, "fill_value")
-    fill = _FILLS.get(name, fill)
+    fill = _FILLS[name] if name in _FILLS else call.argument(2 if name == "new_full" else 1, "fill_value")
     if is_discrete(result) and known.is_small(result):
         _start_blank(known, result)
         known.values.read(result).fill_(fill)
-    elif result.dtype.is_floating_point and (torch.is_grad_enabled() or graph_task() == -1):
-        with no_modes():
-            known.values.spread(result, torch.tensor(fill, dtype=result.dtype, device="cpu"))
+    elif _may_be_mask(result, call.args[0]):
+        known.values.spread(result, _number(fill, result.dtype))
     return result
+
+
+def _may_be_mask(result: torch.Tensor, model: torch.Tensor) -> bool:
+    is_asked_for = torch.is_grad_enabled() or graph_task() == -1
+    return result.dtype.is_floating_point and is_asked_for and not isinstance(model, torch.nn.Parameter)
+
+
+@functools.cache
+def _number(fill: float, dtype: torch.dtype) -> torch.UntypedStorage:
+    """The memory of one such element, made once: an optimizer asks for zeros like each of its parameters."""
+    with no_modes():
+        return torch.tensor(fill, dtype=dtype, device="cpu").untyped_storage()
 
 
 def masked_fill(known: Knowledge, call: Invocation) -> Any:

@@ -12,6 +12,7 @@ sequences lie end to end in a batch of one: FlashAttention's call for sequences 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -232,9 +233,9 @@ _OPS: dict[str, Any] = {
 }
 
 # A program may name the operator of xformers' FlashAttention among those whose results a checkpoint keeps, as lingua
-# does; nothing calls it here.
+# does; nothing calls it here. Whoever has defined it before has done so for the same.
 _NAMES = torch.library.Library("xformers_flash", "FRAGMENT")
-if not hasattr(torch.ops.xformers_flash, "flash_fwd"):
+with suppress(RuntimeError):
     _NAMES.define("flash_fwd(Tensor query, Tensor key, Tensor value) -> Tensor")
 
 DISTRIBUTION = "xformers"
