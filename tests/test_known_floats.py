@@ -204,8 +204,9 @@ def test_what_is_written_into_zeros_like_another_is_unknown():
     with FlopMeter():
         unknown = torch.empty(3, device="meta").exp()
         zeros = torch.zeros_like(unknown)
+        doubled = torch.full_like(unknown, 2.5) * 2
         assert zeros.tolist() == [0.0] * 3
-        assert (torch.full_like(unknown, 2.5) * 2).tolist() == [5.0] * 3
+        assert doubled.tolist() == [5.0] * 3
         zeros[1:].add_(unknown[1:])
         with pytest.raises(DataDependentError):
             zeros.tolist()
