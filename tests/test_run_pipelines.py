@@ -239,19 +239,7 @@ def test_what_torch_registers_when_a_program_makes_it_import_a_module_stays(tmp_
         del torch.imported_late
 
 
-COMPILED = """
-import torch, torch.distributed as dist
-import stages._bisect
-from stages import mesh
-assert stages._bisect.bisect_left([1, 3], 2) == 1
-dist.init_process_group("nccl")
-mesh.make()
-if dist.get_rank():
-    dist.send_object_list(["ready"], 0)
-else:
-    dist.recv_object_list([None], 1)
-torch.ones(4, device="cuda").add_(1)
-"""
+COMPILED = "import stages._bisect\nassert stages._bisect.bisect_left([1, 3], 2) == 1\n" + STAGES
 
 
 def test_a_package_with_a_compiled_module_begins_anew_for_each_rank_but_for_that_module(tmp_path, capsys):

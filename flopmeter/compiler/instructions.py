@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from flopmeter.compiler.loops import is_inner
 from flopmeter.compiler.regions import Sizes
 from flopmeter.costs.fused import is_held
 from flopmeter.costs.instructions import OF_OPS, OF_REDUCTIONS, WITHOUT
 from flopmeter.records.powers_of_two import power_of_two_from
 
 
-def instructions(node: Any, reduced: int, sizes: Sizes) -> int:
+def instructions(node: Any, reduced: int, sizes: Sizes, *, is_inner: bool) -> int:
     """Of all threads of the kernel. What is the same for all that a reduction combines (`reduced` elements), or for all
     rows, is computed once; what is repeated over other dimensions, such as the cosine of a position for each head,
     again for each.
@@ -21,9 +20,8 @@ def instructions(node: Any, reduced: int, sizes: Sizes) -> int:
     Rows that registers hold are filled up to a power of two. If their elements are no neighbours in memory, a thread
     has one of each of its rows, shares nothing, and combines each with those of others: a shuffle and an addition for
     each doubling."""
-    inner = is_inner(node)
-    held = is_held(reduced, is_inner=inner)
-    shares = inner or not held
+    held = is_held(reduced, is_inner=is_inner)
+    shares = is_inner or not held
     filled = power_of_two_from(reduced) if held and reduced > 1 else reduced
     combining = 0 if shares else 2 * (filled.bit_length() - 1)
     total = 0
@@ -95,7 +93,7 @@ class _CountedLoop:
         return not self._rows or bool(looked_up or (symbols & self._rows and symbols & self._columns))
 
     def _of_op(self, op: str, node: Any) -> int:
-        if op in WITHOUT or op == "output" or (op == "load" and node.args[1] in self._written):
+        if op in WITHOUT or (op == "load" and node.args[1] in self._written):
             return 0
         if op == "reduction":
             held, looped = next((OF_REDUCTIONS[each] for each in node.args if each in OF_REDUCTIONS), (1, 1))

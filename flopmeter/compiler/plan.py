@@ -208,8 +208,9 @@ class _Planner:
         group = getattr(node, "group", None)
         rows, reduced = map(self._sizes, group[1]) if group and len(group[1]) == 2 else (1, 1)
         name = name_of([origin.op for origin in origins] or names_of(node)) or kind
-        again = reads_again(node, rows * reduced, self._sizes)
-        loops = (max(reduced, 1), rows, is_inner(node), again, instructions(node, reduced, self._sizes))
+        again, inner = reads_again(node, rows * reduced, self._sizes), is_inner(node)
+        run = instructions(node, reduced, self._sizes, is_inner=inner)
+        loops = (max(reduced, 1), rows, inner, again, run)
         kernel = CompiledKernel(name, kind, reads, writes, origins, self._lowered.bytes_of[node], *loops)
         read, written = map(_specs, (reads, writes))
         call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)

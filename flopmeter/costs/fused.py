@@ -25,6 +25,7 @@ _HELD_ELEMENTS, _HELD_ELEMENTS_APART = 1024, 64
 _ROW_BLOCK = 2048
 _ELEMENTS_OF_THREAD = 4
 _COMBINING = 18
+_BLOCK_THREADS = 128  # that step through rows whose elements are no neighbours: 4 warps
 
 # `rand` keeps one of the four numbers that ten rounds of Philox make (triton/language/random.py); torch's own kernels
 # use all four.
@@ -73,9 +74,6 @@ def grid_of(rows: int, reduced: int, *, is_inner: bool, loads: int = 0) -> Threa
         return None
     rows_of_block, elements_of_step = _outer_block(power_of_two_from(rows), reduced, loads)
     return ThreadGrid(ceil(rows / rows_of_block), _BLOCK_THREADS, ceil(reduced / elements_of_step))
-
-
-_BLOCK_THREADS = 128  # of 4 warps
 
 
 def _outer_block(rows: int, reduced: int, loads: int) -> tuple[int, int]:

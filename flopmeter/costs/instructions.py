@@ -11,7 +11,7 @@ from flopmeter.records import Cost
 
 # Numbers that are known when the kernel is compiled, addresses, which a thread computes once for its eight elements,
 # and random numbers, which are priced by themselves.
-WITHOUT = {"constant", "index_expr", "value_expr", "check_bounds", "load_seed", "rand", "randn", "randint64"}
+WITHOUT = {"constant", "index_expr", "value_expr", "check_bounds", "output", "load_seed", "rand", "randn", "randint64"}
 
 # A sine or cosine has 26 and 28. Between its range reduction and its polynomial lies the slow path for large arguments,
 # 90 instructions long; to read on behind it takes as long as 8 more. Set on rotary embeddings of two and three of them

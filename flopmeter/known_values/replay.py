@@ -112,8 +112,8 @@ class Knowledge:
         gets another number. (The many states of an optimizer that are written at once would take memory.)"""
         for tensor in filter(self.values.is_uniform, written):
             if fills and spans_storage(tensor):
-                self.values.own_element(tensor)
-            elif len(written) == 1:
+                continue
+            if len(written) == 1:
                 self.values.keep_each(tensor)
             else:
                 self.values.forget(tensor)
@@ -171,7 +171,7 @@ class Knowledge:
         if self.is_small(tensor):
             self.values.write(tensor, one.to(tensor.dtype).expand(tensor.shape).contiguous())
         else:
-            self.values.spread(tensor, one.to(tensor.dtype).clone().untyped_storage())
+            self.values.spread(tensor, one)
 
     def _replay_on_cpu(self, call: Invocation, outputs: list[Tensor]) -> None:
         try:

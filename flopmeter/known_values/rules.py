@@ -3,7 +3,6 @@ else follows from its schema and its tags."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,20 +198,14 @@ def filled(known: Knowledge, call: Invocation) -> Any:
         _start_blank(known, result)
         known.values.read(result).fill_(fill)
     elif _may_be_mask(result, call.args[0]):
-        known.values.spread(result, _number(fill, result.dtype))
+        with no_modes():
+            known.values.spread(result, torch.tensor(fill, dtype=result.dtype, device="cpu"))
     return result
 
 
 def _may_be_mask(result: torch.Tensor, model: torch.Tensor) -> bool:
     is_asked_for = torch.is_grad_enabled() or graph_task() == -1
     return result.dtype.is_floating_point and is_asked_for and not isinstance(model, torch.nn.Parameter)
-
-
-@functools.cache
-def _number(fill: float, dtype: torch.dtype) -> torch.UntypedStorage:
-    """The memory of one such element, made once: an optimizer asks for zeros like each of its parameters."""
-    with no_modes():
-        return torch.tensor(fill, dtype=dtype, device="cpu").untyped_storage()
 
 
 def masked_fill(known: Knowledge, call: Invocation) -> Any:

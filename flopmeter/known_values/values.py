@@ -145,18 +145,12 @@ class Values:
         self.cells[storage._cdata] = KnownStorage(storage, memory, self._on_death)
         self._unread.pop(storage._cdata, None)
 
-    def spread(self, tensor: Tensor, one: torch.UntypedStorage) -> None:
-        """Set all elements of `tensor`, which must span its storage, to the single element of its type that `one`
-        holds. Others may share that memory."""
-        cell = KnownStorage(tensor.untyped_storage(), one, self._on_death)
+    def spread(self, tensor: Tensor, value: Tensor) -> None:
+        """Set all elements of `tensor`, which must span its storage, to the single element of `value`."""
+        storage = tensor.untyped_storage()
+        cell = KnownStorage(storage, value.to(tensor.dtype).clone().untyped_storage(), self._on_death)
         cell.is_uniform = True
         self.cells[cell.address] = cell
-
-    def own_element(self, tensor: Tensor) -> None:
-        """The one element of a uniform tensor is about to be written: no other tensor shares it from here on."""
-        cell = self.cells[address(tensor)]
-        with no_modes():
-            cell.memory = cell.memory.clone()
 
     def keep_each(self, tensor: Tensor) -> None:
         """The value of a uniform tensor, of which a part is about to be written, is kept element by element, or is

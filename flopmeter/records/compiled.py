@@ -42,7 +42,7 @@ class CompiledKernel:
     rows: int = 1  # how many reductions there are
     is_inner: bool = False  # they combine neighbours in memory
     reads_again: bool = False  # what follows them reads what they have read
-    instructions: int = 0  # of all its threads, for functions that take many
+    instructions: int = 0  # of all its threads
 
     @property
     def bytes_read(self) -> int:

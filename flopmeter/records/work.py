@@ -260,7 +260,7 @@ class VectorWork(NamedTuple):
     scatter: Scatter = Scatter()
     kernels: int = 1  # that the op launches one after another, where the further ones do little but start and end
     random_numbers: int = 0  # that threads draw; their integer operations are among those above
-    instructions: int = 0  # of all threads of a compiled kernel, for functions that take many
+    instructions: int = 0  # of all threads of a compiled kernel
 
 
 class HostCopy(NamedTuple):

@@ -32,7 +32,7 @@ PLAIN_ARITHMETIC_SHARE = 0.5
 # Instructions of exp, erf, tanh or a logarithm in an element-wise kernel, with what goes with it: reduction of the
 # argument, a polynomial or the special function unit, a division, and conversions of fp16. Set on GELU in fp16 on an
 # A100 [vidur]: 41 million elements in 122 µs, of which the bytes alone would take 92. Not in fused kernels: those of
-# torch's compiler have instructions of their own (compiler/loops.py), and by rules functions cost as other arithmetic.
+# torch's compiler have the instructions of their machine code (costs/instructions.py).
 FUNCTION_OPERATIONS = 20
 
 # The same of a function on a score of flex_attention: an SM computes 16 of them in a clock cycle beside 128 additions
@@ -303,12 +303,12 @@ MOST_BLOCKS_PER_SM = 32
 # Registers of an SM, and how many of them a thread gets at a time (the same table, and CUDA's occupancy calculator).
 REGISTERS_OF_SM, REGISTERS_AT_A_TIME = 64 * 1024, 8
 THREAD_BYTES = 16  # that a thread of torch's kernels for plain tensors takes in one load (MemoryAccess.cuh)
+ISSUED_LANES_PER_SM = 128  # an instruction for 32 threads from each of four schedulers in a cycle, of any kind
+ISSUED_LANES_BY_CAPABILITY = {(6, 0): 64}  # two schedulers (CUDA C++ Programming Guide, 'Compute Capability 6.x')
 # Share of these that kernels of torch's compiler fill, whose threads wait for memory and for each other too. Set on
 # GELUs, SiLUs and their gradients, softmaxes of losses and batch norms on an H100 (18 kernels, validation/traces):
 # with it and VECTOR_OVERLAP they are met within .1, by the instructions of their machine code.
 ISSUED_SHARE = 0.8
-ISSUED_LANES_PER_SM = 128  # an instruction for 32 threads from each of four schedulers in a cycle, of any kind
-ISSUED_LANES_BY_CAPABILITY = {(6, 0): 64}  # two schedulers (CUDA C++ Programming Guide, 'Compute Capability 6.x')
 LEAST_BLOCK_THREADS = 128  # of torch's kernels: a block holds several rows of fewer threads (PersistentSoftmax.cuh)
 
 # Second reads begin to miss the L2 cache when the rows in flight fill more than this share of it, and all of them miss

@@ -182,11 +182,15 @@ def _of_all_layers(modules: Iterable[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
 
+def _else_by(option: str, published: str, served: str) -> str:
+    """The format, and which option serves the model in it if another one is served."""
+    return published if published == served else f"{published}: {option}={published!r} serves it so"
+
+
 def _of_weights(own: StepModel, devices: Sequence[Hardware]) -> Iterator[str]:
     published = quantised(own.decoder.config)
     if published.weights:
-        so = "" if published.weights == own.weights else f": weights={published.weights!r} serves it so"
-        yield f"by its config the model was published in {published.weights}{so}"
+        yield f"by its config the model was published in {_else_by('weights', published.weights, own.weights)}"
     elif published.unknown:
         yield (
             f"by its config the model was published as {published.unknown}, a format that is not known here: weights"
@@ -207,8 +211,7 @@ def _of_weights(own: StepModel, devices: Sequence[Hardware]) -> Iterator[str]:
 def _of_cache(own: StepModel) -> Iterator[str]:
     published = quantised(own.decoder.config)
     if published.kv:
-        so = "" if published.kv == own.kv else f": kv={published.kv!r} serves it so"
-        yield f"by its config the cache is kept in {published.kv}{so}"
+        yield f"by its config the cache is kept in {_else_by('kv', published.kv, own.kv)}"
     elif published.unknown_kv:
         yield (
             f"by its config the cache is kept in {published.unknown_kv}, a format that is not known here: it is taken"

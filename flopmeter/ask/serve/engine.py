@@ -66,8 +66,10 @@ def pack(model: Any) -> None:
             layers: list[Any] = [getattr(module, name, None) for name in names]
             if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
                 own = [layer.weight for layer in layers]
-                joined = known.setdefault(tuple(map(id, own)), _Joined(own))
-                _Packed(layers, joined)
+                key = tuple(map(id, own))
+                if key not in known:
+                    known[key] = _Joined(own)
+                _Packed(layers, known[key])
 
 
 def choose_tokens(logits: Tensor) -> None:
