@@ -46,7 +46,7 @@ SCORE_FUNCTION_OPERATIONS = 16
 # so that an SM has few threads) random numbers are drawn while nothing is loaded: 1. Dropouts with a layer norm and
 # with a softmax on an H100 take .89 to 1.01 of both times (BERTs in validation/traces, 46 kernels of three shapes).
 VECTOR_OVERLAP = 3.0
-INDEX_OVERLAP = 2.0
+TURNS_OVERLAP = 2.0
 DRAWING_OVERLAP = 1.0
 
 # Integer additions and multiply-adds of an SM per clock cycle (CUDA C++ Programming Guide, 'Arithmetic Instructions',

@@ -32,6 +32,8 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
     access = (1.0 - cached_share) * of_memory + cached_share * of_cache
     started, rounds = blocks_of_loop(grid.loop, hardware) if grid.loop else (blocks, 1)
     waves = max(rounds, blocks / at_a_time)
+    if grid.in_turns:
+        waves = ceil(waves)
     joining = 0.0
     if shared > 1:
         waves = ceil(waves)
@@ -42,7 +44,7 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
     if grid.by_element:
         walking -= access
     return GridTime(
-        cycles_to_seconds(max(started * constants.BLOCK_START_CYCLES, walking), hardware),
+        grid.launches * cycles_to_seconds(max(started * constants.BLOCK_START_CYCLES, walking), hardware),
         blocks * grid.threads * grid.operations,
         min(1.0, blocks * share_of_sm / hardware.sm_count),
         min(1.0, blocks / hardware.sm_count),

@@ -301,10 +301,11 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
     compute = max(arithmetic, issuing_seconds(work.instructions, hardware)) * idle + combining
     traffic = memory_seconds(cost, work, hardware, cached_bytes)
     traffic = overlap(traffic, scattered_seconds(work.scatter, hardware) / steps.busy_sms, constants.VECTOR_OVERLAP)
-    traffic = overlap(traffic, steps.seconds, constants.VECTOR_OVERLAP)
+    in_turns = work.grid is not None and work.grid.in_turns
+    traffic = overlap(traffic, steps.seconds, constants.TURNS_OVERLAP if in_turns else constants.VECTOR_OVERLAP)
     indexing = integer_seconds(work.index_operations + steps.operations, hardware) * idle
     draws_by_row = work.random_numbers and work.rereads
-    memory = overlap(indexing, traffic, constants.DRAWING_OVERLAP if draws_by_row else constants.INDEX_OVERLAP)
+    memory = overlap(indexing, traffic, constants.DRAWING_OVERLAP if draws_by_row else constants.TURNS_OVERLAP)
     first, others = _latencies(work, hardware, cached_share)
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)
     starts = (work.kernels - 1) * (hardware.kernel_floor_seconds + access_seconds(0.0, hardware))

@@ -1,7 +1,6 @@
 """Foreach and fused optimizer kernels, which take lists: every tensor of every list is touched.
 
-A foreach call counts as one kernel. torch splits very long lists over several launches of about 100 tensors
-(multi_tensor_apply); their times add up to nearly that of one.
+A call counts as one kernel, with the time of all launches into which torch splits it (multi_tensor.py).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from flopmeter.costs.arithmetic.pointwise import (
     sum_of_product,
     sum_of_scaled,
 )
+from flopmeter.costs.multi_tensor import in_launches
 from flopmeter.costs.rules import make_contraction, make_cost, rule
 from flopmeter.costs.traffic import regions
 from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, TensorSpec
@@ -70,12 +70,18 @@ def foreach_pow(call: Call) -> Cost:
         of_one = of_numbers(call, *power_of(own))
         flops += of_one.flops * tensor.numel
         transcendentals += of_one.transcendentals * tensor.numel
-    return make_cost(call, ELEMENTWISE, flops, transcendentals=transcendentals, complex_factor=1)
+    return _launched(call, make_cost(call, ELEMENTWISE, flops, transcendentals=transcendentals, complex_factor=1))
 
 
 # Operations per parameter of the update formulas in torch/optim (adam.py, sgd.py, adagrad.py).
 _ADAM = 3 + 4 + 3 + 3  # m += (g - m)·(1 - b1); v = b2·v + (1 - b2)·g·g; sqrt(v)/c + eps; p -= lr·m/d
 _DECAY = {"adam": 2, "adamw": 1, "sgd": 2, "adagrad": 2}  # g += wd·p; decoupled: p *= 1 - lr·wd
+
+# Roots and quotients of an element, each of which its thread waits for (fused_adam_utils.cuh: sqrt(v)/c, m/d;
+# FusedAdagradKernel.cu: g/d), and instructions of Adam for an element: 55 in fp32 and 59 in bf16 in the machine code of
+# torch 2.15 for compute capability 9.0, less the slow paths of special values.
+_ADAM_FUNCTIONS, _ADAGRAD_FUNCTIONS = 3, 2
+_ADAM_INSTRUCTIONS = 57
 
 
 @rule(aten._fused_adam_, aten._fused_adamw_)
@@ -85,7 +91,8 @@ def fused_adam(call: Call) -> Cost:
     name = "adam" if call.func.overloadpacket is aten._fused_adam_ else "adamw"
     flops = _ADAM + (_DECAY[name] if call.argument("weight_decay") else 0)
     n = _elements(call)
-    return _fused(call, flops * n, transcendentals=n)
+    cost = _fused(call, flops * n, transcendentals=n)
+    return _launched(call, cost, functions=_ADAM_FUNCTIONS, instructions=_ADAM_INSTRUCTIONS * n)
 
 
 @rule(aten._fused_sgd_)
@@ -94,7 +101,7 @@ def fused_sgd(call: Call) -> Cost:
     momentum = call.argument("momentum")
     flops = 2 + (3 if momentum else 0) + (2 if call.argument("nesterov") else 0)
     flops += _DECAY["sgd"] if call.argument("weight_decay") else 0
-    return _fused(call, flops * _elements(call))
+    return _launched(call, _fused(call, flops * _elements(call)))
 
 
 @rule(aten._fused_adagrad_)
@@ -102,7 +109,7 @@ def fused_adagrad(call: Call) -> Cost:
     """s += g·g; p -= lr·g / (sqrt(s) + eps)."""
     flops = 2 + 5 + (_DECAY["adagrad"] if call.argument("weight_decay") else 0)
     n = _elements(call)
-    return _fused(call, flops * n, transcendentals=n)
+    return _launched(call, _fused(call, flops * n, transcendentals=n), functions=_ADAGRAD_FUNCTIONS)
 
 
 @rule(aten._foreach_addcmul, aten._foreach_addcmul_, aten._foreach_addcdiv, aten._foreach_addcdiv_)
@@ -122,7 +129,7 @@ def foreach_mm(call: Call) -> Cost:
 @rule(aten._amp_foreach_non_finite_check_and_unscale_)
 def unscale(call: Call) -> Cost:
     """Gradients times the inverse scale; the check is a comparison."""
-    return make_cost(call, ELEMENTWISE, _elements(call))
+    return _launched(call, make_cost(call, ELEMENTWISE, _elements(call)))
 
 
 @rule(aten._amp_update_scale_)
@@ -146,7 +153,7 @@ def _of_list(
 ) -> Cost:
     """The given real operations for each element of the first list."""
     n = _elements(call)
-    return make_cost(
+    cost = make_cost(
         call,
         ELEMENTWISE,
         per_element.flops * n,
@@ -155,6 +162,18 @@ def _of_list(
         fused_multiply_add=fused_multiply_add,
         complex_factor=1,
     )
+    return _launched(call, cost)
+
+
+def _launched(call: Call, cost: Cost, *, functions: int = 0, instructions: int = 0) -> Cost:
+    """The kernel in its launches, each of which takes the addresses of the lists that it reads or writes (a fused one
+    counts its steps by another way)."""
+    lists = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, tuple) and value]
+    tensors = sum(isinstance(value[0], TensorSpec) for value in lists)
+    tensors += not call.name.endswith("_")  # a list for the results
+    tensors -= bool(call.get("state_steps"))
+    sizes = (spec.numel for spec in _first_list(call))
+    return in_launches(cost, sizes, tensors, functions=functions, instructions=instructions)
 
 
 def _elements(call: Call) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.index_arithmetic import LONG_QUOTIENT_OPERATIONS, QUOTIENTS_OF_AVERAGE, place_operations
+from flopmeter.costs.multi_tensor import in_launches
 from flopmeter.costs.reduce_grid import scan_grid_of
 from flopmeter.costs.rules import (
     COMPLEX_ADD,
@@ -161,7 +162,7 @@ def vector_norm(call: Call) -> Cost:
     n = sum(spec.numel for spec in call.inputs)
     has_root = order not in (0, 1, inf, -inf) and call.func.overloadpacket is not aten._foreach_powsum
     roots = has_root * sum(spec.numel for spec in call.outputs)
-    return make_cost(
+    cost = make_cost(
         call,
         REDUCTION,
         flops * n + roots,
@@ -169,6 +170,7 @@ def vector_norm(call: Call) -> Cost:
         fused_multiply_add=order == 2,
         complex_factor=1,
     )
+    return in_launches(cost, (spec.numel for spec in call.inputs), 1) if call.name.startswith("_foreach") else cost
 
 
 @rule(aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)

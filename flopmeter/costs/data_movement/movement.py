@@ -8,6 +8,7 @@ from math import ceil, log2, prod
 import torch
 
 from flopmeter.costs.index_arithmetic import NORMAL_OPERATIONS, ROLL_OPERATIONS
+from flopmeter.costs.multi_tensor import in_launches
 from flopmeter.costs.rules import FREE, make_cost, rule, scratch, zeros
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, REDUCTION, SORTING, Call, Cost, Region, TensorSpec
@@ -46,7 +47,8 @@ def fill(call: Call) -> Cost:
 @rule(aten._foreach_copy_, aten._foreach_copy)
 def foreach_copy(call: Call) -> Cost:
     """Reads the sources; the old content of the targets is not read."""
-    return make_cost(call, MOVEMENT, read=call.argument("src"))
+    cost = make_cost(call, MOVEMENT, read=call.argument("src"))
+    return in_launches(cost, (spec.numel for spec in call.argument("src")), 2)
 
 
 @rule(
