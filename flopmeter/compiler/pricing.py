@@ -35,6 +35,7 @@ def fused(call: Call) -> Cost:
             grid_of(kernel.rows, kernel.reduced, is_inner=kernel.is_inner, loads=len(kernel.reads)),
             sum(origin.random_numbers for origin in kernel.origins),
             kernel.instructions,
+            reduces=kernel.reduced > 1,
         ),
     )
 

@@ -33,11 +33,11 @@ _RANDOM_OPERATIONS = 4 * RANDOM_OPERATIONS
 
 
 def vector_work(
-    rereads: tuple[Reread, ...], grid: ThreadGrid | None, random_numbers: int, instructions: int
+    rereads: tuple[Reread, ...], grid: ThreadGrid | None, random_numbers: int, instructions: int, *, reduces: bool
 ) -> VectorWork:
     """Of a kernel that draws so many random numbers. It computes no addresses, since sizes are its constants."""
     drawn = _RANDOM_OPERATIONS * random_numbers
-    return VectorWork(rereads, drawn, grid, random_numbers=random_numbers, instructions=instructions)
+    return VectorWork(rereads, drawn, grid, random_numbers=random_numbers, instructions=instructions, reduces=reduces)
 
 
 def name_of(ops: Iterable[str]) -> str:

@@ -264,7 +264,8 @@ class VectorWork(NamedTuple):
     scatter: Scatter = Scatter()
     kernels: int = 1  # that the op launches one after another, where the further ones do little but start and end
     random_numbers: int = 0  # that threads draw; their integer operations are among those above
-    instructions: int = 0  # of all threads of a compiled kernel
+    instructions: int = 0  # of all threads, where these may bound the kernel
+    reduces: bool = False  # in a compiled kernel, so that these wait for steps of a loop and for each other's results
 
 
 class HostCopy(NamedTuple):

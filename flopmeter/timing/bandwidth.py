@@ -180,11 +180,12 @@ def integer_seconds(operations: int, hardware: Hardware) -> float:
     return narrow_unit_seconds(operations, constants.INTEGER_LANES_PER_SM, hardware)
 
 
-def issuing_seconds(instructions: int, hardware: Hardware) -> float:
-    """Time in which the SMs of a GPU start so many threads' instructions; elsewhere that is not known."""
+def issuing_seconds(instructions: int, hardware: Hardware, share: float = 1.0) -> float:
+    """Time in which the SMs of a GPU start so many threads' instructions; elsewhere that is not known. `share`: of what
+    they could start."""
     if not instructions or hardware.vendor not in ("nvidia", "amd"):
         return 0.0
-    started = issued_lanes(hardware) * hardware.sm_count * constants.ISSUED_SHARE
+    started = issued_lanes(hardware) * hardware.sm_count * share
     return cycles_to_seconds(instructions / started, hardware)
 
 

@@ -298,7 +298,8 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
     steps = steps_of(work.grid, cached_share, hardware)
     idle = max(_idle_stretch(work, hardware), 1.0 / steps.busy)
     combining = _row_seconds(work, hardware) * idle
-    compute = max(arithmetic, issuing_seconds(work.instructions, hardware)) * idle + combining
+    share = constants.ISSUED_SHARE_OF_REDUCTIONS if work.reduces else 1.0
+    compute = max(arithmetic, issuing_seconds(work.instructions, hardware, share)) * idle + combining
     traffic = memory_seconds(cost, work, hardware, cached_bytes)
     traffic = overlap(traffic, scattered_seconds(work.scatter, hardware) / steps.busy_sms, constants.VECTOR_OVERLAP)
     in_turns = work.grid is not None and work.grid.in_turns

@@ -184,7 +184,13 @@ def _fused_cost(
         transcendentals=sum(part.transcendentals for part in parts),
         fused_multiply_add=all(part.fused_multiply_add for part in parts if part.flops),
         access="fused",
-        work=vector_work(walk, grid, random_numbers, _instructions(parts, loops, is_softmax=is_softmax) + accesses),
+        work=vector_work(
+            walk,
+            grid,
+            random_numbers,
+            _instructions(parts, loops, is_softmax=is_softmax) + accesses,
+            reduces=loops is not None,
+        ),
     )
 
 

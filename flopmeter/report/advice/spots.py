@@ -218,6 +218,8 @@ def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
     if cost.link_bytes:
         return "it crosses the link between host and device"
     work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
+    if work.grid is not None and work.grid.in_turns and share < NEAR_PEAK:
+        return f"{work.grid.blocks:,} blocks for {report.hardware.sm_count} SMs load, compute and store in turns"
     rows = max((reread.rows for reread in work.rereads), default=report.hardware.sm_count)
     if work.grid is not None and not work.grid.joiners and not work.grid.by_element:
         rows = work.grid.blocks
