@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 
+from flopmeter.run.shims.kernel import left_out
+
 _ANY = DistributionFinder.Context()
 SHIMS = tuple(module.name for module in pkgutil.iter_modules(__path__) if module.name != "kernel")
 """The packages that there is a shim of."""
@@ -100,7 +102,7 @@ class _Shim(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in self._contents and name.startswith("_"):
-            return _left_out(self.__name__, name)
+            return left_out(self.__name__, name)
         if name not in self._contents:
             raise ImportError(
                 f"flopmeter's shim of {self.__name__} has no {name!r}; it has {', '.join(self._contents)}"
@@ -108,13 +110,3 @@ class _Shim(types.ModuleType):
         if callable(self._contents[name]):
             self._note(f"{self.__name__}.{name} is flopmeter's shim: it runs operators of the same work")
         return self._contents[name]
-
-
-def _left_out(module: str, name: str) -> type:
-    """What a program may import, and derive from, as long as it does not use it: internals that a library names for
-    a path that its arguments do not take."""
-
-    def refuse(self: object, *args: object, **options: object) -> None:
-        raise NotImplementedError(f"flopmeter's shim of {module} has no {name}: run the script's path without it")
-
-    return type(name, (), {"__init__": refuse})

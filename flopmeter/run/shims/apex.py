@@ -90,13 +90,13 @@ class FusedLayerNormAffineFunction:
 _TensorLists = Sequence[Sequence[torch.Tensor]]
 
 
-def _multi_tensor_applier(op: Callable[..., Any], skipped: torch.Tensor, lists: _TensorLists, *args: Any) -> Any:
+def multi_tensor_applier(op: Callable[..., Any], skipped: torch.Tensor, lists: _TensorLists, *args: Any) -> Any:
     """apex.multi_tensor_apply.multi_tensor_applier: the op on all tensors at once, in chunks of its kernel's."""
     return op(2048 * 32, skipped, lists, *args)
 
 
 @torch.no_grad()
-def _multi_tensor_scale(chunk: int, skipped: torch.Tensor, lists: _TensorLists, scale: float) -> None:
+def multi_tensor_scale(chunk: int, skipped: torch.Tensor, lists: _TensorLists, scale: float) -> None:
     """amp_C.multi_tensor_scale: each number is read and written once. Into other tensors than it reads, torch has a
     kernel of the same bytes that only copies."""
     sources, targets = map(list, lists)
@@ -107,7 +107,7 @@ def _multi_tensor_scale(chunk: int, skipped: torch.Tensor, lists: _TensorLists, 
 
 
 @torch.no_grad()
-def _multi_tensor_l2norm(
+def multi_tensor_l2norm(
     chunk: int, skipped: torch.Tensor, lists: _TensorLists, per_tensor: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """amp_C.multi_tensor_l2norm: the norm of all of them together, and of each if asked for."""
@@ -175,8 +175,8 @@ MODULES: dict[str, Any] = {
     "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD},
     "apex.normalization": _NORMS,
     "apex.normalization.fused_layer_norm": {**_NORMS, "FusedLayerNormAffineFunction": FusedLayerNormAffineFunction},
-    "apex.multi_tensor_apply": {"multi_tensor_applier": _multi_tensor_applier},
-    "amp_C": {"multi_tensor_scale": _multi_tensor_scale, "multi_tensor_l2norm": _multi_tensor_l2norm},
+    "apex.multi_tensor_apply": {"multi_tensor_applier": multi_tensor_applier},
+    "amp_C": {"multi_tensor_scale": multi_tensor_scale, "multi_tensor_l2norm": multi_tensor_l2norm},
     "apex.parallel": _PARALLEL,
     "apex.parallel.LARC": {"LARC": LARC},
 }
