@@ -91,7 +91,7 @@ def test_a_linear_layer_in_bf16_runs_what_torchs_runs_and_adds_up_its_bias_in_th
 
 @pytest.mark.parametrize("hardware", [H100, B200])
 def test_delayed_scaling_casts_each_tensor_once_and_on_hopper_writes_columns_beside_rows(hardware):
-    """By its sources input, weight and gradient are cast by one kernel each, and each pass ends with the largest values of
+    """Input, weight and gradient are cast by one kernel each, and each pass ends with the largest values of
     all layers in one tensor, and one kernel that makes scales."""
     report = ran(once(linear(), "DelayedScaling"), hardware)
     update = ["cat", "te_update_scales"]
@@ -256,6 +256,30 @@ def test_the_products_of_layers_in_fp8_shorten_a_large_layer_by_a_third_to_two_f
     assert 1.2 < slow / fast < 1.7
 
 
+def test_a_program_that_ends_in_the_middle_leaves_no_scales_to_the_next():
+    """The first one ends between the gradients of two layers, of which one waits for the update of its scales."""
+
+    def ends(gradient):
+        raise RuntimeError("in the middle")
+
+    def program(hook):
+        te, recipes = package()
+        x = torch.zeros(T, IN, device="cuda", dtype=BF16, requires_grad=True)
+        with te.fp8_autocast(fp8_recipe=recipes.DelayedScaling()):
+            between = te.Linear(IN, IN, params_dtype=BF16)(x)
+            between.register_hook(hook)
+            out = te.Linear(IN, IN, params_dtype=BF16)(between)
+        out.backward(torch.empty_like(out))
+
+    def update():
+        return moved(ran(lambda: program(lambda gradient: None)), "te_update_scales")
+
+    alone = update()
+    with pytest.raises(RuntimeError, match="in the middle"):
+        ran(lambda: program(ends))
+    assert update() == alone
+
+
 def split(recipe, sequence, bias=False):
     """A column parallel layer and a row parallel one, of two ranks."""
 
@@ -295,6 +319,32 @@ def test_split_layers_have_the_products_of_one_layer_over_all_ranks_and_the_coll
     forward = [("all_gather", whole), ("reduce_scatter", part)]
     backward = [("all_gather", whole), ("all_gather", whole), ("reduce_scatter", part)]
     assert collectives(report) == [*forward, *backward]
+
+
+@pytest.mark.parametrize("recipe", [None, "DelayedScaling"])
+def test_a_split_transformer_layer_has_half_of_the_work_and_twice_the_collectives(recipe):
+    """Forward a gather and a sum for attention and for the MLP; backward each with one gather more."""
+    h, length, batch, heads = 256, 128, 4, 4
+
+    def program():
+        import torch.distributed as dist
+
+        te, recipes = package()
+        dist.init_process_group("nccl")
+        layer = te.TransformerLayer(
+            h, 4 * h, heads, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0, set_parallel_mode=True,
+            sequence_parallel=True, tp_group=dist.group.WORLD, fuse_qkv_params=True,
+        )  # fmt: skip
+        x = torch.zeros(length // 2, batch, h, device="cuda", dtype=BF16, requires_grad=True)
+        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipes.DelayedScaling()):
+            out = layer(x)
+        assert out.shape == x.shape
+        out.backward(torch.empty_like(out))
+
+    report = ran(program, gpus=2)
+    assert 2 * report.macs == 3 * 12 * h * h * length * batch + 7 * batch * length**2 * h
+    kinds = [kind for kind, _ in collectives(report)]
+    assert kinds == ["all_gather", "reduce_scatter"] * 2 + ["all_gather", "all_gather", "reduce_scatter"] * 2
 
 
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling"])
@@ -414,7 +464,7 @@ def test_tokens_go_to_their_experts_and_back_by_one_kernel_each():
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_adam_keeps_fp32_states_of_bf16_weights_and_moves_each_once(masters):
-    """Bytes a weight: gradient 2, moments 8 and weight 2 or master 4 are read; weight 2, moments 8, master 4 written."""
+    """Bytes read: gradient 2, moments 8, and weight 2 or master 4; written: weight 2, moments 8, master 4."""
 
     def program():
         te, _ = package()

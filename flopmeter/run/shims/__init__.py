@@ -5,6 +5,7 @@ Until: never; their kernels run on a GPU alone.
 
 A shim has the package's public functions and no kernels: each calls the operator of torch that does the same work, or
 an operator of flopmeter's own (kernel.py) with the shapes and the cost of the package's kernel.
+A shim that keeps something from call to call has a function `begin`, which forgets what the last program left.
 It is used where the user asks for it, also in place of a package that is installed, whose kernels cannot run here; the
 report says so. (Not without being asked: libraries look whether a package is there, and then want its internals.)
 """
@@ -40,6 +41,9 @@ def importable(packages: Collection[str], note: Callable[[str], None]) -> Iterat
     before = [name for name in sys.modules if name.partition(".")[0] in tops]
     stood = {name: sys.modules.pop(name) for name in before}  # what a package that is installed had imported
     for package in packages:
+        begin = getattr(importlib.import_module(f"{__name__}.{package}"), "begin", None)
+        if begin is not None:
+            begin()
         modules = {name: _Shim(name, contents, note) for name, contents in modules_of(package).items()}
         for name, module in modules.items():
             parent, _, own = name.rpartition(".")

@@ -30,6 +30,7 @@ from flopmeter.run.shims.transformer_engine import (
 )  # fmt: skip
 
 DISTRIBUTION = "transformer_engine"
+begin = state.REGION.begin
 
 _RECIPES = named(
     recipes.Format, recipes.Recipe, recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.MXFP8BlockScaling,

@@ -31,6 +31,9 @@ class _PrecisionRegion:
     """The innermost region of low precision, and whose scales wait for an update."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
         self.recipe: Recipe | None = None
         self.group: Any = None
         self.depth = 0
@@ -190,7 +193,7 @@ class FP8GlobalStateManager:
 
     @staticmethod
     def reset() -> None:
-        REGION.__init__()  # type: ignore[misc]
+        REGION.begin()
 
     @staticmethod
     def reduce_and_update_fp8_tensors(forward: bool = True) -> None:
