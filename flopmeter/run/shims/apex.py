@@ -115,6 +115,14 @@ def multi_tensor_l2norm(
     return torch.linalg.vector_norm(norms, keepdim=True), norms if per_tensor else norms.new_empty(0)
 
 
+@torch.no_grad()
+def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor, into: torch.Tensor) -> None:
+    """csrc/megatron/fused_weight_gradient_dense_cuda.cu: gradient^T @ x is added to what is there."""
+    from flopmeter.run.shims.transformer_engine.products import gemm_into  # which imports this file
+
+    gemm_into(into, gradient.flatten(0, -2).t(), x.flatten(0, -2), None, None, True, False)
+
+
 class LARC:
     """apex.parallel.LARC: an optimizer around another, which scales each gradient by the norms of parameter and
     gradient. What it does not have itself is the other one's."""
@@ -176,6 +184,10 @@ MODULES: dict[str, Any] = {
     "apex.normalization": _NORMS,
     "apex.normalization.fused_layer_norm": {**_NORMS, "FusedLayerNormAffineFunction": FusedLayerNormAffineFunction},
     "apex.multi_tensor_apply": {"multi_tensor_applier": multi_tensor_applier},
+    "fused_weight_gradient_mlp_cuda": {
+        "wgrad_gemm_accum_fp32": _weight_gradient,
+        "wgrad_gemm_accum_fp16": _weight_gradient,
+    },
     "amp_C": {"multi_tensor_scale": multi_tensor_scale, "multi_tensor_l2norm": multi_tensor_l2norm},
     "apex.parallel": _PARALLEL,
     "apex.parallel.LARC": {"LARC": LARC},
