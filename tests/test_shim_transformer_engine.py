@@ -478,18 +478,51 @@ def test_adam_keeps_fp32_states_of_bf16_weights_and_moves_each_once(masters):
     assert moved(ran(program), "te_adam") == [(1000 * read, 1000 * written)]
 
 
-def test_what_is_computed_again_in_the_backward_pass_is_in_fp8_again():
+@pytest.mark.parametrize("first", [None, True])
+def test_what_is_computed_again_in_the_backward_pass_is_in_fp8_again(first):
+    """Both runs cast the input, and the weight too unless its first cast, which has the gradient's columns, is kept."""
+
+    def program():
+        te, recipes = package()
+        layer = linear()(te)
+        x = torch.zeros(T, IN, device="cuda", dtype=BF16, requires_grad=True)
+        firsts = iter((first, None if first is None else False))
+        with te.fp8_autocast(fp8_recipe=recipes.Float8CurrentScaling()):
+            out = te.checkpoint(lambda x: layer(x, is_first_microbatch=next(firsts)), x)
+        out.backward(torch.empty_like(out))
+
+    report = ran(program)
+    assert names(report).count("_scaled_mm") == 4
+    assert names(report).count("te_cast") == (4 if first else 5)
+    assert report.macs == 4 * T * IN * OUT
+
+
+def test_a_weight_that_was_cast_without_columns_gets_them_by_a_transpose():
+    """As after an evaluation within the microbatches."""
+
     def program():
         te, recipes = package()
         layer = linear()(te)
         x = torch.zeros(T, IN, device="cuda", dtype=BF16, requires_grad=True)
         with te.fp8_autocast(fp8_recipe=recipes.Float8CurrentScaling()):
-            out = te.checkpoint(layer, x)
+            with torch.no_grad():
+                layer(x, is_first_microbatch=True)
+            out = layer(x, is_first_microbatch=False)
         out.backward(torch.empty_like(out))
 
-    report = ran(program)
-    assert names(report).count("_scaled_mm") == 4
-    assert report.macs == 4 * T * IN * OUT
+    report = ran(lambda: Once(program)())
+    assert moved(report, "te_transpose") == [(OUT * IN, OUT * IN)]
+
+
+class Once(nn.Module):
+    """A program as one call of a module, which is then the step of the report."""
+
+    def __init__(self, program):
+        super().__init__()
+        self.program, self.weight = program, nn.Parameter(torch.zeros(1, device="cuda"))
+
+    def forward(self):
+        self.program()
 
 
 def test_cross_entropy_reads_the_logits_for_their_sums_and_leaves_the_gradient_in_them():

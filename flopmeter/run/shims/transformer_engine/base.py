@@ -216,12 +216,15 @@ class WeightUse:
         self.layer, self.name, self.parameter, self._is_first = layer, name, parameter, is_first_microbatch
 
     def operand(self, weight: Tensor, caster: Caster | None, dtype: torch.dtype, columns: bool) -> MatmulOperand:
-        """Cast in each call, or for the first microbatch of several and kept."""
+        """Cast in each call, or for the first microbatch of several and kept. What runs again keeps columns, too."""
         if caster is None:
             return MatmulOperand(weight.to(dtype))
+        columns = columns or REGION.runs_again
         kept = self.layer.kept_casts.get(self.name)
         if self._is_first is None or self._is_first or kept is None:
             kept = caster(weight, "weight", columns)[0]
+        elif columns and kept.columns is None:
+            kept = caster.with_columns(kept) if caster.has_one_scale else caster(weight, "weight")[0]
         if self._is_first is not None:
             self.layer.kept_casts[self.name] = kept
         return kept

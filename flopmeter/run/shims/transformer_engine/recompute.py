@@ -25,18 +25,22 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
         with as_in(recipe, group):
             return function(*inputs, **options)
 
-    with torchs.set_checkpoint_early_stop(False):
+    with torchs.set_checkpoint_early_stop(False), activation_recompute_forward(recipe is not None):
         return torchs.checkpoint(run, *args, use_reentrant=use_reentrant)
 
 
 @contextmanager
 def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
-    """What Megatron-LM puts around both runs of what it computes again, so that both take the same scales."""
-    yield
+    """Around both runs of what is computed again: the first one keeps what only the second needs."""
+    before, REGION.runs_again = REGION.runs_again, activation_recompute and not recompute_phase
+    try:
+        yield
+    finally:
+        REGION.runs_again = before
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    return False
+    return REGION.runs_again
 
 
 def in_fp8_activation_recompute_phase() -> bool:

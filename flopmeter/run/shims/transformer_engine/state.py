@@ -37,6 +37,7 @@ class _PrecisionRegion:
         self.recipe: Recipe | None = None
         self.group: Any = None
         self.depth = 0
+        self.runs_again = False  # in the backward pass
         self.is_first = False  # the next layer is the first of the outermost region
         self.forward: list[History] = []
         self.backward: list[History] = []
