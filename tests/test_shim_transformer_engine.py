@@ -3,6 +3,11 @@ forms and bytes by hand."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -556,6 +561,31 @@ def test_layers_take_a_type_from_autocast_and_cast_weights_that_are_wider():
     report = ran(program)
     assert report.macs == 3 * T * IN * OUT
     assert {kernel.cost.dtype for kernel in report.kernels if kernel.cost.name == "mm"} == {"bf16"}
+
+
+@pytest.mark.parametrize("recipe", [None, "DelayedScaling"])
+def test_a_script_of_its_layers_has_six_flop_a_weight_and_token_in_each_precision(recipe):
+    """Of its layers and its head, not of its table of words; attention 3.5 times its two products."""
+    program = Path(__file__).parent / "programs" / "transformer_engine_train.py"
+    command = [
+        "-m",
+        "flopmeter",
+        "run",
+        "--hardware",
+        H100,
+        "--shim",
+        "transformer_engine",
+        "--format",
+        "json",
+        program,
+    ]
+    options = ["--recipe", recipe] if recipe else []
+    done = subprocess.run([sys.executable, *map(str, command), *options], capture_output=True, text=True, check=True)
+    flops = {row["name"]: row["flops"] for row in json.loads(done.stderr)["rows"]["class"]}
+    words, width, length, batch, layers = 1024, 256, 128, 4, 2
+    weights = layers * 12 * width**2 + words * width
+    assert flops["tensor contraction"] == 6 * weights * length * batch
+    assert flops["attention (fused)"] == layers * 14 * batch * length**2 * width
 
 
 def test_what_is_not_there_says_so_by_name():
