@@ -616,6 +616,18 @@ def test_a_device_that_has_no_fp8_or_no_scales_of_blocks_refuses_it():
         ran(once(linear(), "MXFP8BlockScaling"))
 
 
+def test_programs_are_told_what_the_device_has_as_accelerate_asks():
+    def program():
+        from transformer_engine.pytorch import fp8
+
+        asked = fp8.check_fp8_support, fp8.check_mxfp8_support, fp8.check_nvfp4_support
+        assert [has for has, _ in (ask() for ask in asked)] == [True, False, False]
+        assert fp8.check_mxfp8_support()[1] == "MXFP8 needs compute capability 10.0, this device has 9.0"
+        torch.ones(1, device="cuda")
+
+    ran(program)
+
+
 def test_the_norms_are_those_of_torch_by_shape_and_are_one_kernel_forward():
     def program():
         te, _ = package()

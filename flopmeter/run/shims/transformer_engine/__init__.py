@@ -53,7 +53,13 @@ _PRECISION = {
     ),
     "fp8_model_init": state.fp8_model_init,
 }  # fmt: skip
-_STATE = {**_PRECISION, **named(state.FP8GlobalStateManager)}
+_STATE = {
+    **_PRECISION,
+    **named(
+        state.FP8GlobalStateManager, state.check_fp8_support, state.check_mxfp8_support,
+        state.check_fp8_block_scaling_support, state.check_nvfp4_support,
+    ),
+}  # fmt: skip
 _ROUTING = named(
     routing.moe_permute, routing.moe_permute_with_probs, routing.moe_unpermute, routing.moe_sort_chunks_by_index,
     routing.moe_sort_chunks_by_index_with_probs,

@@ -163,6 +163,22 @@ def is_nvfp4_available(return_reason: bool = False) -> Any:
     return _available((10, 0), "NVFP4", return_reason)
 
 
+def check_fp8_support() -> Any:
+    return is_fp8_available(return_reason=True)
+
+
+def check_mxfp8_support() -> Any:
+    return is_mxfp8_available(return_reason=True)
+
+
+def check_fp8_block_scaling_support() -> Any:
+    return is_fp8_block_scaling_available(return_reason=True)
+
+
+def check_nvfp4_support() -> Any:
+    return is_nvfp4_available(return_reason=True)
+
+
 class FP8GlobalStateManager:
     """What programs ask for, and tell, about the region that they are in."""
 
