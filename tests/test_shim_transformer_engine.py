@@ -483,6 +483,22 @@ def test_adam_keeps_fp32_states_of_bf16_weights_and_moves_each_once(masters):
     assert moved(ran(program), "te_adam") == [(1000 * read, 1000 * written)]
 
 
+def test_adam_over_fp32_weights_takes_as_long_as_torchs_fused_one():
+    def step(optimizer_of):
+        weights = [nn.Parameter(torch.zeros(3_000_000, device="cuda")) for _ in range(3)]
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        optimizer_of(weights).step()
+
+    own = ran(lambda: step(lambda weights: package()[0].optimizers.FusedAdam(weights, weight_decay=0.1)))
+    torchs = ran(lambda: step(lambda weights: torch.optim.AdamW(weights, weight_decay=0.1, fused=True)))
+    seconds = [
+        next(row.seconds for row in report.rows("op") if name in row.name)
+        for report, name in ((own, "te_adam"), (torchs, "_fused_adamw_"))
+    ]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.01)
+
+
 @pytest.mark.parametrize("first", [None, True])
 def test_what_is_computed_again_in_the_backward_pass_is_in_fp8_again(first):
     """Both runs cast the input, and the weight too unless its first cast, which has the gradient's columns, is kept."""

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from flopmeter.costs import make_cost
+from flopmeter.costs.multi_tensor import in_launches
 from flopmeter.records import ELEMENTWISE, Call, Cost
 from flopmeter.run.shims.apex import FusedSGD, multi_tensor_applier, multi_tensor_l2norm, multi_tensor_scale
 from flopmeter.run.shims.kernel import kernel
 from flopmeter.run.shims.transformer_engine.base import refuse
 
-# Operations a parameter: both moments 7, root and division 3, step 3, decay 1, with one root (costs/arithmetic/
-# optimizer.py).
-ADAM = 14
+# As of torch's (costs/arithmetic/optimizer.py), whose kernel has the same chunks and formulas. Operations a parameter:
+# both moments 7, root and division 3, step 3, decay 1, with one root; roots and quotients that a thread waits for;
+# instructions.
+ADAM, ADAM_FUNCTIONS, ADAM_INSTRUCTIONS = 14, 3, 57
 
 
 def _adam_cost(call: Call) -> Cost:
@@ -25,7 +27,9 @@ def _adam_cost(call: Call) -> Cost:
     n = sum(spec.numel for spec in parameters)
     states = [*call.argument("first"), *call.argument("second"), *masters]
     read = (*gradients, *states, *(() if masters else parameters))
-    return make_cost(call, ELEMENTWISE, ADAM * n, transcendentals=n, read=read, written=(*states, *parameters))
+    cost = make_cost(call, ELEMENTWISE, ADAM * n, transcendentals=n, read=read, written=(*states, *parameters))
+    sizes, lists = [spec.numel for spec in parameters], 5 if masters else 4
+    return in_launches(cost, sizes, lists, functions=ADAM_FUNCTIONS, instructions=ADAM_INSTRUCTIONS * n)
 
 
 @kernel("te_adam", _adam_cost, mutates=("parameters", "first", "second", "masters"))
