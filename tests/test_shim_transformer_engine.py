@@ -14,6 +14,7 @@ from transformer_engine_support import (
     H100,
     IN,
     OUT,
+    Once,
     T,
     linear,
     moved,
@@ -122,6 +123,34 @@ def test_a_norm_before_a_product_writes_fp8_only_where_the_scale_is_known(recipe
     assert moved(report, "te_transpose") == ([(n, n)] if recipe == "DelayedScaling" else [])
     assert names(report).count("te_norm_backward") == 1
     assert report.macs == 3 * T * IN * OUT
+
+
+@pytest.mark.parametrize(("layer", "products"), [("Linear", 2), ("LayerNormLinear", 3)])
+def test_a_first_layer_has_no_gradient_of_its_input_unless_a_norm_stands_before_it(layer, products):
+    def program():
+        te, recipes = package()
+        first = getattr(te, layer)(IN, OUT, bias=False, params_dtype=BF16)
+        with te.fp8_autocast(fp8_recipe=recipes.DelayedScaling()):
+            out = first(torch.zeros(T, IN, device="cuda", dtype=BF16))
+        out.backward(torch.empty_like(out))
+        assert all(each.grad.shape == each.shape for each in first.parameters())
+
+    assert ran(program).macs == products * T * IN * OUT
+
+
+def test_a_frozen_weight_has_no_gradient_and_its_gradients_are_cast_without_columns():
+    def program():
+        te, recipes = package()
+        layer, x = linear()(te), torch.zeros(T, IN, device="cuda", dtype=BF16, requires_grad=True)
+        layer.weight.requires_grad_(False)
+        with te.fp8_autocast(fp8_recipe=recipes.Float8CurrentScaling()):
+            out = layer(x)
+        out.backward(torch.empty_like(out))
+
+    report = ran(lambda: Once(program)())
+    assert report.macs == 2 * T * IN * OUT
+    x, weight, gradient = T * IN, OUT * IN, T * OUT
+    assert [written for _, written in moved(report, "te_cast")] == [x, 2 * weight, gradient]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from transformer_engine_support import (
     H100,
     IN,
     OUT,
+    Once,
     T,
     collectives,
     linear,
@@ -237,17 +238,6 @@ def test_a_weight_that_was_cast_without_columns_gets_them_by_a_transpose():
 
     report = ran(lambda: Once(program)())
     assert moved(report, "te_transpose") == [(OUT * IN, OUT * IN)]
-
-
-class Once(nn.Module):
-    """A program as one call of a module, which is then the step of the report."""
-
-    def __init__(self, program):
-        super().__init__()
-        self.program, self.weight = program, nn.Parameter(torch.zeros(1, device="cuda"))
-
-    def forward(self):
-        self.program()
 
 
 def test_cross_entropy_reads_the_logits_for_their_sums_and_leaves_the_gradient_in_them():

@@ -72,3 +72,14 @@ def collectives(report) -> list[tuple[str, int]]:
     """Their kinds, and the bytes that they write, without those of a few numbers."""
     found = [(kernel.cost.collective, kernel.cost) for kernel in report.kernels if kernel.cost.collective]
     return [(collective.kind, cost.bytes_written) for collective, cost in found if cost.bytes_written > 64]
+
+
+class Once(nn.Module):
+    """A program as one call of a module, which is then the step of the report."""
+
+    def __init__(self, program):
+        super().__init__()
+        self.program, self.weight = program, nn.Parameter(torch.zeros(1, device="cuda"))
+
+    def forward(self):
+        self.program()

@@ -118,7 +118,8 @@ class Linearly(torch.autograd.Function):
         norm = None if norm_weight is None else (norm_weight, norm_bias)
         part, out_of_norm, statistics = prepared(call, rows, norm)
         whole, _ = whole_input(call, part, columns=False)
-        of_weight = call.weight.operand(weight, call.caster, call.dtype, call.is_training and x.requires_grad)
+        reaches = call.is_training and (x.requires_grad or norm is not None)  # there is a gradient before this product
+        of_weight = call.weight.operand(weight, call.caster, call.dtype, reaches)
         out = output_of(call, whole, of_weight, None if bias is None else bias.to(call.dtype))
         if call.is_training:
             kept = kept_for_gradient(call, part), of_weight.for_gradients()
