@@ -338,6 +338,24 @@ def test_apexs_lists_of_tensors_are_scaled_and_normed_without_a_wait():
         assert (found[name].bytes_read, found[name].bytes_written) == (numbers, numbers)
 
 
+def test_apexs_weight_gradient_is_one_product_that_adds_to_fp32():
+    """Megatron-LM's output layer calls it: bf16 factors are read, and 4 bytes a weight are read and written."""
+    tokens, features, outputs = 64, 32, 48
+
+    def program():
+        import fused_weight_gradient_mlp_cuda as apexs
+
+        x, gradient = (torch.zeros(2, tokens // 2, n, device="cuda", dtype=torch.bfloat16) for n in (features, outputs))
+        apexs.wgrad_gemm_accum_fp32(x, gradient, torch.zeros(outputs, features, device="cuda"))
+
+    with flopmeter.cuda(A100, wishes=Wishes(shims=("apex",))) as device:
+        program()
+    row = kernels(device.report().step)["te_gemm_into"]
+    assert row.flops == 2 * tokens * features * outputs + features * outputs
+    assert row.bytes_read == 2 * tokens * (features + outputs) + 4 * features * outputs
+    assert row.bytes_written == 4 * features * outputs
+
+
 def test_apexs_function_of_a_norm_has_the_kernels_of_torchs_and_names_its_arguments():
     def program(is_apexs):
         from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction as Norm

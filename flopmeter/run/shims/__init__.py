@@ -5,6 +5,7 @@ Until: never; their kernels run on a GPU alone.
 
 A shim has the package's public functions and no kernels: each calls the operator of torch that does the same work, or
 an operator of flopmeter's own (kernel.py) with the shapes and the cost of the package's kernel.
+A shim that keeps something from call to call has a function `begin`, which forgets what the last program left.
 It is used where the user asks for it, also in place of a package that is installed, whose kernels cannot run here; the
 report says so. (Not without being asked: libraries look whether a package is there, and then want its internals.)
 """
@@ -20,6 +21,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
+
+from flopmeter.run.shims.kernel import left_out
 
 _ANY = DistributionFinder.Context()
 SHIMS = tuple(module.name for module in pkgutil.iter_modules(__path__) if module.name != "kernel")
@@ -38,6 +41,9 @@ def importable(packages: Collection[str], note: Callable[[str], None]) -> Iterat
     before = [name for name in sys.modules if name.partition(".")[0] in tops]
     stood = {name: sys.modules.pop(name) for name in before}  # what a package that is installed had imported
     for package in packages:
+        begin = getattr(importlib.import_module(f"{__name__}.{package}"), "begin", None)
+        if begin is not None:
+            begin()
         modules = {name: _Shim(name, contents, note) for name, contents in modules_of(package).items()}
         for name, module in modules.items():
             parent, _, own = name.rpartition(".")
@@ -100,7 +106,7 @@ class _Shim(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in self._contents and name.startswith("_"):
-            return _left_out(self.__name__, name)
+            return left_out(self.__name__, name)
         if name not in self._contents:
             raise ImportError(
                 f"flopmeter's shim of {self.__name__} has no {name!r}; it has {', '.join(self._contents)}"
@@ -108,13 +114,3 @@ class _Shim(types.ModuleType):
         if callable(self._contents[name]):
             self._note(f"{self.__name__}.{name} is flopmeter's shim: it runs operators of the same work")
         return self._contents[name]
-
-
-def _left_out(module: str, name: str) -> type:
-    """What a program may import, and derive from, as long as it does not use it: internals that a library names for
-    a path that its arguments do not take."""
-
-    def refuse(self: object, *args: object, **options: object) -> None:
-        raise NotImplementedError(f"flopmeter's shim of {module} has no {name}: run the script's path without it")
-
-    return type(name, (), {"__init__": refuse})

@@ -90,13 +90,13 @@ class FusedLayerNormAffineFunction:
 _TensorLists = Sequence[Sequence[torch.Tensor]]
 
 
-def _multi_tensor_applier(op: Callable[..., Any], skipped: torch.Tensor, lists: _TensorLists, *args: Any) -> Any:
+def multi_tensor_applier(op: Callable[..., Any], skipped: torch.Tensor, lists: _TensorLists, *args: Any) -> Any:
     """apex.multi_tensor_apply.multi_tensor_applier: the op on all tensors at once, in chunks of its kernel's."""
     return op(2048 * 32, skipped, lists, *args)
 
 
 @torch.no_grad()
-def _multi_tensor_scale(chunk: int, skipped: torch.Tensor, lists: _TensorLists, scale: float) -> None:
+def multi_tensor_scale(chunk: int, skipped: torch.Tensor, lists: _TensorLists, scale: float) -> None:
     """amp_C.multi_tensor_scale: each number is read and written once. Into other tensors than it reads, torch has a
     kernel of the same bytes that only copies."""
     sources, targets = map(list, lists)
@@ -107,12 +107,20 @@ def _multi_tensor_scale(chunk: int, skipped: torch.Tensor, lists: _TensorLists, 
 
 
 @torch.no_grad()
-def _multi_tensor_l2norm(
+def multi_tensor_l2norm(
     chunk: int, skipped: torch.Tensor, lists: _TensorLists, per_tensor: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """amp_C.multi_tensor_l2norm: the norm of all of them together, and of each if asked for."""
     norms = torch.stack(aten._foreach_norm(list(lists[0]), 2, dtype=torch.float32))
     return torch.linalg.vector_norm(norms, keepdim=True), norms if per_tensor else norms.new_empty(0)
+
+
+@torch.no_grad()
+def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor, into: torch.Tensor) -> None:
+    """csrc/megatron/fused_weight_gradient_dense_cuda.cu: gradient^T @ x is added to what is there."""
+    from flopmeter.run.shims.transformer_engine.products import gemm_into  # which imports this file
+
+    gemm_into(into, gradient.flatten(0, -2).t(), x.flatten(0, -2), None, None, True, False)
 
 
 class LARC:
@@ -175,8 +183,12 @@ MODULES: dict[str, Any] = {
     "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD},
     "apex.normalization": _NORMS,
     "apex.normalization.fused_layer_norm": {**_NORMS, "FusedLayerNormAffineFunction": FusedLayerNormAffineFunction},
-    "apex.multi_tensor_apply": {"multi_tensor_applier": _multi_tensor_applier},
-    "amp_C": {"multi_tensor_scale": _multi_tensor_scale, "multi_tensor_l2norm": _multi_tensor_l2norm},
+    "apex.multi_tensor_apply": {"multi_tensor_applier": multi_tensor_applier},
+    "fused_weight_gradient_mlp_cuda": {
+        "wgrad_gemm_accum_fp32": _weight_gradient,
+        "wgrad_gemm_accum_fp16": _weight_gradient,
+    },
+    "amp_C": {"multi_tensor_scale": multi_tensor_scale, "multi_tensor_l2norm": multi_tensor_l2norm},
     "apex.parallel": _PARALLEL,
     "apex.parallel.LARC": {"LARC": LARC},
 }

@@ -17,3 +17,13 @@ def kernel(name: str, cost: CustomRule, mutates: Iterable[str] = ()) -> Callable
 def named(*values: Any) -> dict[str, Any]:
     """Functions and classes by their own names."""
     return {each.__name__: each for each in values}
+
+
+def left_out(module: str, name: str) -> type:
+    """What a program may import, and derive from, as long as it does not use it: internals that a library names for
+    a path that its arguments do not take."""
+
+    def refuse(self: object, *args: object, **options: object) -> None:
+        raise NotImplementedError(f"flopmeter's shim of {module} has no {name}: run the script's path without it")
+
+    return type(name, (), {"__init__": refuse})
