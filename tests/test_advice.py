@@ -128,6 +128,26 @@ def test_channels_last_is_priced_with_the_copies_of_instance_norms(device, is_to
     assert told == pytest.approx([before.seconds - mended.seconds] * is_told, rel=0.05)
 
 
+def test_channels_last_converts_gradients_of_single_channels_once_they_are_added_up():
+    """A Dice loss takes each class on its own: its gradient is an NCHW image of zeros around that class, whichever way
+    the scores lie. Eight of them are added as they are, and the softmax's gradient reads the sum."""
+
+    def report(is_mended):
+        layout = torch.channels_last if is_mended else torch.contiguous_format
+        with torch.device("meta"):
+            layers = [nn.Conv2d(64, 256, 3), nn.Conv2d(256, 64, 3), nn.Conv2d(64, 8, 1)]
+            model = nn.Sequential(*layers).to(HALF).to(memory_format=layout)
+            x = torch.empty(32, 64, 128, 128, dtype=HALF)
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            shares = model(x.to(memory_format=layout)).softmax(1)
+            torch.stack([shares[:, channel].square().sum() for channel in range(8)]).sum().backward()
+        return meter.report()
+
+    before, mended = report(is_mended=False), report(is_mended=True)
+    (told,) = (each.gain_seconds for each in before.advice if "channels_last" in each.remedy)
+    assert told == pytest.approx(before.seconds - mended.seconds, rel=0.05)
+
+
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_program_of_ranks_is_told_what_one_gpu_is(ranks):
     """DDP's reductions run on a stream of their own. With one rank they are nothing, and any advice may be given."""

@@ -1,8 +1,10 @@
 """Profiles against their second entry and datasheet digits, the lookup of names, and the loader against bad files."""
 
 import copy
+import gzip
 import importlib.util
 import pickle
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -108,6 +110,47 @@ def test_parts_of_one_die_multiply_alike_in_an_sm_and_a_clock(dtype: str) -> Non
     assert sum(len(parts) > 1 for parts in dies.values()) >= 6
     for die, parts in dies.items():
         assert max(parts.values()) == pytest.approx(min(parts.values()), rel=0.09), (die, parts)
+
+
+TRACES = Path(__file__).parents[1] / "validation" / "traces"
+PUBLISHED_TOTALS = {  # bytes: totalGlobalMem in profiles of torch.profiler, device_memory_size in openxla/xla's specs
+    "mi300x": 206_141_652_992,
+    "v100-sxm2-16gb": 16_945_512_448,
+    "a100-sxm4-80gb": 85_100_068_864,
+    "a100-sxm4-40gb": 42_331_013_120,
+    "b200-sxm-180gb": 191_514_411_008,
+    "gb200-per-gpu": 197_897_748_480,
+    "rtx-a6000": 51_041_271_808,
+}
+
+
+def test_the_memory_of_a_device_is_what_its_profiles_report() -> None:
+    """The head of a trace holds it as torch's profiler writes it: 85,017,493,504 bytes on an `80 GB` H100."""
+    reported = dict(PUBLISHED_TOTALS)
+    for trace in sorted(TRACES.glob("*.json.gz")):
+        with gzip.open(trace, "rt") as file:
+            found = re.search(r'"name": ?"([^"]+)",\s*"totalGlobalMem": ?(\d+)', file.read(4000))
+        if found:
+            reported[found[1]] = int(found[2])
+    assert {"NVIDIA H100 80GB HBM3", "NVIDIA H200"} <= set(reported)
+    for name, nbytes in reported.items():
+        assert load_hardware(name).memory_bytes == pytest.approx(nbytes, rel=3e-3), name
+
+
+@EVERY_PROFILE
+def test_a_card_has_the_binary_gigabytes_of_its_name_less_what_driver_and_ecc_take(name: str) -> None:
+    """Of GDDR with ECC check bits take a sixteenth; a driver keeps up to 3 %."""
+    device = load_hardware(name)
+    named = re.search(r"-(\d+)gb$", name)
+    if named is None or device.vendor not in ("nvidia", "amd") or "unified" in device.memory_type:
+        return
+    assert device.memory_bytes is not None
+    # The name of a B300 counts in SI gigabytes, and so does its sheet.
+    named_bytes = int(named[1]) * (1e9 * 1.04 if name == "b300-sxm-288gb" else 2**30)
+    if name == "gh200-144gb":
+        named_bytes = 141 * 2**30  # of 144 GB of HBM3e the driver shows 141
+    ecc = 15 / 16 if device.memory_type.startswith("GDDR") and "ECC" in device.memory_type else 1.0
+    assert 0.97 < device.memory_bytes / named_bytes / ecc <= 1.0
 
 
 # Digits of the datasheets: fp32 vector, dense product (fp16, or bf16 where it has it), GB/s, W.
@@ -307,7 +350,7 @@ def test_the_ridge_point_of_the_a100_is_near_the_articles() -> None:
 
 def test_si_properties_follow_from_the_units_in_the_names() -> None:
     t4 = load_hardware("t4")
-    assert (t4.memory_bytes, t4.l2_cache_bytes, t4.kernel_floor_seconds) == (16_000_000_000, 4_194_304, 1.3e-6)
+    assert (t4.memory_bytes, t4.l2_cache_bytes, t4.kernel_floor_seconds) == (15_900_000_000, 4_194_304, 1.3e-6)
     assert load_hardware("cpu-epyc-9654").memory_bytes is None
     assert load_hardware("tpu-v4").l2_cache_bytes is None
 
@@ -723,7 +766,7 @@ def test_the_list_has_a_line_for_each_device(list_hardware: ModuleType, capsys: 
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2 : 2 + len(NAMES)]] == NAMES
     v100 = next(line.split() for line in lines if line.startswith("v100-sxm2-16gb"))
-    assert v100 == ["v100-sxm2-16gb", "2017", "7.8", "15.7", "125", "~10.3", "16", "900", "300", "139", "1"]
+    assert v100 == ["v100-sxm2-16gb", "2017", "7.8", "15.7", "125", "~10.3", "16.9", "900", "300", "139", "1"]
 
 
 def test_a_named_profile_is_shown_in_full_with_its_doubts(

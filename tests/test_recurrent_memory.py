@@ -85,7 +85,7 @@ def test_an_lstm_keeps_so_much_that_it_decides_the_largest_batch():
         network(torch.empty(batch, 512, 1024, device="meta"))[0].sum().backward()
 
     of_a_sequence = 512 * 1024 * FLOAT * (4 * 5 + 3 + 1 + 1)
-    room = 80e9 - 0.6e9 - sum(p.nbytes for p in network.parameters())
+    room = 85e9 - 0.6e9 - sum(p.nbytes for p in network.parameters())
     assert largest_batch(step, "h100-sxm5-80gb", limit=4096) == pytest.approx(room / of_a_sequence, rel=0.05)
 
 

@@ -211,7 +211,7 @@ def test_the_program_is_told_what_it_is_told_on_the_gpu():
         assert torch.cuda.get_device_name() == "NVIDIA H100 80GB HBM3"
         assert torch.cuda.get_device_capability() == (9, 0)
         properties = torch.cuda.get_device_properties(0)
-        assert (properties.multi_processor_count, properties.total_memory) == (132, 80_000_000_000)
+        assert (properties.multi_processor_count, properties.total_memory) == (132, 85_000_000_000)
         assert torch.accelerator.current_accelerator() == torch.device("cuda")
         assert torch.cuda.is_bf16_supported()
         with pytest.raises(AttributeError, match="does not tell 'uuid'"):
@@ -425,18 +425,18 @@ def test_memory_is_that_of_the_allocator_in_blocks_of_512_bytes():
         assert torch.cuda.max_memory_allocated() == 4 * 2**20
         assert torch.cuda.memory_reserved() == 2 * 2**20 + 20 * 2**20  # a small and a large segment
         free, total = torch.cuda.mem_get_info()
-        assert total == 80_000_000_000
+        assert total == 85_100_000_000
         assert free == total - 600_000_000 - torch.cuda.memory_reserved()
         assert y.is_cuda
 
 
 def test_what_does_not_fit_raises_as_the_device_does_or_goes_on_and_is_told():
     with flopmeter.cuda(A100):
-        with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 74\.51 GiB"):
-            torch.empty(80_000_000_000, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 83\.82 GiB"):
+            torch.empty(90_000_000_000, dtype=torch.uint8, device="cuda")
         assert torch.ones(1, device="cuda").is_cuda  # as after torch.cuda.OutOfMemoryError
     with flopmeter.cuda(A100, wishes=Wishes(on_out_of_memory="report")) as device:
-        torch.ones(80_000_000_000, dtype=torch.uint8, device="cuda")
+        torch.ones(90_000_000_000, dtype=torch.uint8, device="cuda")
     assert any(note.startswith("does not fit: CUDA out of memory") for note in device.report().step.notes)
 
 

@@ -106,7 +106,8 @@ class Hardware(SchemaRecord):
         torch does so under `torch.backends.cuda.matmul.allow_fp16_accumulation`.
     emulated_tflop_per_s: matrix products in types that have no unit of their own, at the rate that torch reaches.
 
-    memory_gb: SI gigabytes. (A card has as many binary gigabytes; about so much is left after the driver's part.)
+    memory_gb: SI gigabytes of what torch reports as `total_memory`: of an `80 GB` card 85, since it has 80 binary ones,
+        less 1 % for the driver.
     l2_cache_mb: as vendors print it, which for caches means 2**20 bytes; on a CPU the last-level cache.
     l2_bandwidth_gb_per_s: of that cache, reached by a copy; only the times of CPUs use it.
     power_limit_w: what an operator allows (nvidia-smi -pl), if it is not the board power `tdp_w`.

@@ -177,7 +177,8 @@ def usable_bytes(hardware: Hardware) -> int:
     """
     if hardware.memory_bytes is None:
         raise HardwareError(
-            f"{hardware.name} has no memory size, since its owner chose it; set it: hardware.replace(memory_gb=...)"
+            f"{hardware.name} has no memory size, since its owner chose it; set it: hardware.replace(memory_gb=...), or"
+            f" memory_gb in a YAML file that extends {hardware.name}"
         )
     return hardware.memory_bytes - CONTEXT_BYTES
 

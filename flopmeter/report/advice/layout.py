@@ -62,18 +62,21 @@ def _regroups(spec: TensorSpec, shape: tuple[int, ...]) -> bool:
 
 
 def _given(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
-    """Images that the program does not make from other images, each with the first op that makes something of it."""
+    """Images that the program does not make from other images, each with the first op that makes something else of it.
+    What point-wise ops make of such images alone, as of the gradients of single channels that they add up, lies as
+    they do: it is converted where it meets others."""
     left = {number for number in images if trace.storages[number].role is None}
     for index, op in enumerate(trace.ops):
         read = [spec for spec in op.inputs if spec.device == trace.device and spec.storage in images]
         made = op.makes - op.reads
-        if read and made & images:
+        if not read or (torch.Tag.pointwise in op.call.func.tags and all(spec.storage in left for spec in read)):
+            continue
+        if made & images:
             for spec in read:
                 if spec.storage in left and _is_nchw(spec):
                     yield index, spec
             left -= {spec.storage for spec in read}
-        if read:
-            left -= made
+        left -= made
 
 
 def _viewed(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
