@@ -159,7 +159,7 @@ class Mamba(nn.Module):
         """[batch, length, d_model] to the same."""
         batch, length, _ = hidden_states.shape
         x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)
-        x = causal_conv1d_fn(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, "silu")
+        x = causal_conv1d_fn(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu")
         steps = self.x_proj(x.transpose(1, 2).reshape(batch * length, -1))
         delta, B, C = steps.split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         delta = (self.dt_proj.weight @ delta.t()).view(-1, batch, length).transpose(0, 1)
