@@ -558,6 +558,35 @@ def test_a_selective_scan_counts_seven_operations_a_state_and_keeps_a_state_of_e
     assert found["selective_scan_backward"].flops > 2 * scan.flops
 
 
+def test_the_compiled_part_of_mamba_writes_the_gradient_of_the_gate_where_it_is_wanted_and_gates_again():
+    """mamba_ssm keeps the gradient of its gate beside others, and y after the gate not at all. By hand: backward reads
+    u, delta, z, y and its gradient, B and C of one group, A, and the states."""
+    batch, channels, length, states = 2, 32, 4096, 16
+
+    def program():
+        import selective_scan_cuda
+
+        u = torch.zeros(batch, channels, length, device="cuda")
+        delta, gate = torch.zeros_like(u), torch.zeros_like(u)
+        a = torch.zeros(channels, states, device="cuda")
+        b, c = (torch.zeros(batch, 1, states, length, device="cuda") for _ in range(2))
+        out, kept, gated = selective_scan_cuda.fwd(u, delta, a, b, c, None, gate, None, True)
+        assert gated.shape == out.shape == u.shape
+        beside = torch.zeros(batch, 2 * channels, length, device="cuda").chunk(2, dim=1)[1]
+        *gradients, of_gate, again = selective_scan_cuda.bwd(
+            u, delta, a, b, c, None, gate, None, gated, kept, out, beside, True, True
+        )
+        assert of_gate is beside
+        assert again.shape == u.shape
+        assert [each.shape for each in gradients[:5]] == [each.shape for each in (u, delta, a, b, c)]
+
+    row = kernels(stepped("selective_scan_cuda", program))["selective_scan_backward"]
+    whole, small = 4 * batch * channels * length, 4 * channels * states
+    of_states, of_chunks = 4 * batch * states * length, 4 * batch * channels * 2 * 2 * states
+    assert row.bytes_read == 5 * whole + small + 2 * of_states + of_chunks
+    assert row.bytes_written == 4 * whole + small + 2 * of_states  # of u, delta and z, and y after the gate
+
+
 def test_a_mamba_block_has_the_products_of_its_four_projections():
     width, batch, length = 64, 2, 128
     inner, rank, states = 2 * width, width // 16, 16
