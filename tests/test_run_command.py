@@ -237,6 +237,12 @@ def test_an_installed_package_of_cuda_kernels_that_fails_is_told_by_its_shim(scr
     assert capsys.readouterr().err.endswith("let flopmeter stand in with --shim bitsandbytes\n")
 
 
+def test_an_installed_package_whose_python_runs_is_told_the_shims_of_its_compiled_parts(script, tmp_path, capsys):
+    (tmp_path / "mamba_ssm.py").write_text("causal_conv1d_fn = None\n\ncausal_conv1d_fn()\n")
+    assert main(["run", script("import mamba_ssm")]) == 1
+    assert capsys.readouterr().err.endswith("--shim causal_conv1d --shim selective_scan_cuda\n")
+
+
 def test_an_import_that_a_library_makes_late_is_told_by_the_package_that_was_missing(script, capsys):
     """transformers imports what it is asked for, and raises an ImportError of its own."""
     text = (

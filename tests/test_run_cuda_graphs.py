@@ -197,3 +197,27 @@ def test_steps_that_warm_up_for_a_capture_on_a_stream_of_their_own_do_not_end_th
         report = session.report("captures.py").step
     assert len(graphs_of(report)) == 1
     assert report.launch_seconds == pytest.approx(GRAPH_LAUNCH_SECONDS)
+
+
+def test_what_a_captured_graph_runs_eagerly_beside_what_is_compiled_is_told_to_be_compiled_too():
+    """As of a model whose flex_attention alone is compiled. Twenty passes over the memory become one, and the time is
+    that of the program that compiles them."""
+
+    def captured(is_mended: bool) -> Report:
+        attend = torch.compile(lambda x: x.sin().cos())
+        rest = torch.compile(adds) if is_mended else adds
+        with flopmeter.cuda(A100) as device:
+            x, graph = torch.zeros(1 << 24, device="cuda"), torch.cuda.CUDAGraph()
+            attend(rest(x))
+            with torch.cuda.graph(graph):
+                rest(attend(rest(x)))
+            for _ in range(3):
+                graph.replay()
+        return device.report().step
+
+    now, mended = captured(False), captured(True)
+    (advice,) = now.advice
+    assert advice.remedy == "torch.compile on these, too"
+    assert advice.what == f"{2 * DEPTH} kernels"
+    assert now.seconds - advice.gain_seconds == pytest.approx(mended.seconds, rel=0.01)
+    assert not mended.advice

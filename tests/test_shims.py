@@ -576,6 +576,35 @@ def test_a_selective_scan_counts_seven_operations_a_state_and_keeps_a_state_of_e
     assert found["selective_scan_backward"].flops > 2 * scan.flops
 
 
+def test_the_compiled_part_of_mamba_writes_the_gradient_of_the_gate_where_it_is_wanted_and_gates_again():
+    """mamba_ssm keeps the gradient of its gate beside others, and y after the gate not at all. By hand: backward reads
+    u, delta, z, y and its gradient, B and C of one group, A, and the states."""
+    batch, channels, length, states = 2, 32, 4096, 16
+
+    def program():
+        import selective_scan_cuda
+
+        u = torch.zeros(batch, channels, length, device="cuda")
+        delta, gate = torch.zeros_like(u), torch.zeros_like(u)
+        a = torch.zeros(channels, states, device="cuda")
+        b, c = (torch.zeros(batch, 1, states, length, device="cuda") for _ in range(2))
+        out, kept, gated = selective_scan_cuda.fwd(u, delta, a, b, c, None, gate, None, True)
+        assert gated.shape == out.shape == u.shape
+        beside = torch.zeros(batch, 2 * channels, length, device="cuda").chunk(2, dim=1)[1]
+        *gradients, of_gate, again = selective_scan_cuda.bwd(
+            u, delta, a, b, c, None, gate, None, gated, kept, out, beside, True, True
+        )
+        assert of_gate is beside
+        assert again.shape == u.shape
+        assert [each.shape for each in gradients[:5]] == [each.shape for each in (u, delta, a, b, c)]
+
+    row = kernels(stepped("selective_scan_cuda", program))["selective_scan_backward"]
+    whole, small = 4 * batch * channels * length, 4 * channels * states
+    of_states, of_chunks = 4 * batch * states * length, 4 * batch * channels * 2 * 2 * states
+    assert row.bytes_read == 5 * whole + small + 2 * of_states + of_chunks
+    assert row.bytes_written == 4 * whole + small + 2 * of_states  # of u, delta and z, and y after the gate
+
+
 def test_a_mamba_block_has_the_products_of_its_four_projections():
     width, batch, length = 64, 2, 128
     inner, rank, states = 2 * width, width // 16, 16
@@ -590,16 +619,59 @@ def test_a_mamba_block_has_the_products_of_its_four_projections():
 
 
 def test_a_causal_convolution_multiplies_each_element_by_its_width():
+    """It reads the element itself, its weights, and which sequence each position is of; it writes the element."""
+
     def program():
         from causal_conv1d import causal_conv1d_fn
 
-        x = torch.zeros(2, 64, 512, device="cuda")
-        causal_conv1d_fn(x, torch.zeros(64, 4, device="cuda"), activation="silu")
-        with pytest.raises(NotImplementedError, match="seq_idx"):
-            causal_conv1d_fn(x, torch.zeros(64, 4, device="cuda"), seq_idx=x)
+        x, sequences = torch.zeros(2, 64, 512, device="cuda"), torch.zeros(2, 512, dtype=torch.int32, device="cuda")
+        causal_conv1d_fn(x, torch.zeros(64, 4, device="cuda"), seq_idx=sequences, activation="silu")
 
     (row,) = (row for name, row in kernels(stepped("causal_conv1d", program)).items() if name == "causal_conv1d")
     assert row.flops == 2 * 64 * 512 * (4 + 3 + 4)  # products, sums, and x / (1 + exp(-x))
+    assert (row.bytes_read, row.bytes_written) == (4 * (2 * 64 * 512 + 64 * 4 + 2 * 512), 4 * 2 * 64 * 512)
+
+
+def test_a_causal_convolution_starts_from_states_gives_the_last_ones_and_goes_on_step_by_step():
+    def program():
+        from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+
+        weight = torch.zeros(64, 4, device="cuda", requires_grad=True)
+        bias = torch.zeros(64, device="cuda", requires_grad=True)
+        x = torch.zeros(2, 512, 64, device="cuda").transpose(1, 2)
+        before = torch.zeros(2, 3, 64, device="cuda").transpose(1, 2).requires_grad_()
+        out, states = causal_conv1d_fn(x, weight, bias, initial_states=before, return_final_states=True)
+        (out.sum() + states.sum()).backward()
+        assert weight.grad.shape == weight.shape
+        assert bias.grad.shape == bias.shape
+        assert before.grad.shape == before.shape == states.shape
+        assert causal_conv1d_update(x[..., 0].detach(), states.detach(), weight, bias, "silu").shape == (2, 64)
+
+    found = kernels(stepped("causal_conv1d", program))
+    assert found["causal_conv1d_update"].flops == 2 * 64 * (4 + 3 + 1 + 4)  # products, sums, the bias, SiLU
+
+
+def test_mambas_own_backward_pass_writes_the_gradient_of_a_causal_convolution_where_it_wants_it():
+    """mamba_ssm calls the kernels from autograd functions of its own, with memory for the gradient of x, which lies
+    beside others. By hand: x and its gradient read, the other written, and sums in fp32 read and written."""
+
+    def program():
+        from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1d_fwd_function
+
+        weight, bias = torch.zeros(64, 4, device="cuda"), torch.zeros(64, device="cuda")
+        x = torch.zeros(2, 512, 64, device="cuda").transpose(1, 2)
+        out = causal_conv1d_fwd_function(x, weight, bias, None, None, None, True)
+        beside = torch.zeros(2, 512, 100, device="cuda")[..., :64].transpose(1, 2)
+        of_x, *of_weights, of_states = causal_conv1d_bwd_function(
+            x, weight, bias, out, None, None, None, beside, False, True
+        )
+        assert of_x is beside
+        assert of_states is None
+        assert [each.shape for each in of_weights] == [weight.shape, bias.shape]
+
+    row = kernels(stepped("causal_conv1d", program))["causal_conv1d_backward"]
+    sums, whole = 4 * (64 * 4 + 64), 4 * 2 * 64 * 512
+    assert (row.bytes_read, row.bytes_written) == (2 * whole + sums + sums, whole + sums)
 
 
 def test_flash_attns_rotary_embedding_is_one_kernel_each_way_and_its_norm_one_forward():

@@ -359,6 +359,23 @@ tuned = triton.autotune(
 )(product)
 
 
+wide = triton.autotune(
+    configs=[
+        triton.Config({"BM": 256, "BN": 256, "BK": 64}),  # four times as wide as what the test multiplies
+        triton.Config({"BM": 64, "BN": 48, "BK": 64}),  # Triton refuses it: 48 is no power of two
+        triton.Config({"BM": 128, "BN": 64, "BK": 64}),
+        triton.Config({"BM": 64, "BN": 64, "BK": 64}),
+    ],
+    key=["M", "N", "K"],
+)(product)
+
+pruned = triton.autotune(
+    configs=[triton.Config({"BM": 64, "BN": 128, "BK": 32}), triton.Config({"BM": 32, "BN": 64, "BK": 32})],
+    key=["M", "N", "K"],
+    prune_configs_by={"early_config_prune": lambda configs, given, **options: configs[1:]},
+)(product)
+
+
 @triton.heuristics({"BLOCK": lambda arguments: triton.next_power_of_2(arguments["n"])})
 @triton.jit
 def softmax(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
@@ -546,7 +563,7 @@ def test_a_product_that_fills_a_part_of_a_large_tensor_writes_that_part(kernels)
 
 
 @needs_triton
-def test_an_autotuned_kernel_takes_its_first_configuration_and_says_so(kernels):
+def test_an_autotuned_kernel_takes_its_first_configuration_that_fits_and_says_so(kernels):
     a, b, c = meta(512, 1024), meta(1024, 256), meta(512, 256)
     grid = lambda meta: (512 // meta["BM"], 256 // meta["BN"])  # noqa: E731
     with FlopMeter("h100-sxm5-80gb") as meter:
@@ -554,8 +571,40 @@ def test_an_autotuned_kernel_takes_its_first_configuration_and_says_so(kernels):
     (kernel,) = kernels_of(meter.trace)
     assert kernel.op.call.body.programs == 16
     (assumed,) = meter.report().assumptions
-    assert assumed.startswith("the first configuration of an autotuned kernel for product at ")
+    assert assumed.startswith("the first fitting configuration of an autotuned kernel for product at ")
     assert "test_triton_kernels.py" in assumed
+
+
+@needs_triton
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_autotuned_kernel_takes_no_configuration_whose_tiles_are_much_wider_than_its_matrices(kernels, is_compiled):
+    """Tiles of 256 over matrices of 64 columns multiply four times as much as those of 64."""
+
+    def program(a, b):
+        c = a.new_empty(512, 64)
+        grid = lambda meta: (-(-512 // meta["BM"]), -(-64 // meta["BN"]))  # noqa: E731
+        kernels.wide[grid](a, b, c, 512, 64, 1024)
+        return c
+
+    run = torch.compile(program, fullgraph=True) if is_compiled else program
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        run(meta(512, 1024), meta(1024, 64))
+    report = meter.report()
+    assert report.macs == 512 * 64 * 1024
+    assert [kernel.op.call.body.programs for kernel in report.kernels] == [4]  # the first of those: 128 rows each
+    (assumed,) = report.assumptions
+    assert assumed.startswith("the first fitting configuration of an autotuned kernel for product at ")
+
+
+@needs_triton
+def test_a_program_reads_the_configuration_of_its_launch_among_those_that_the_kernel_leaves(kernels):
+    a, b, c = meta(512, 1024), meta(1024, 256), meta(512, 256)
+    grid = lambda meta: (512 // meta["BM"], 256 // meta["BN"])  # noqa: E731
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        kernels.pruned[grid](a, b, c, 512, 256, 1024)
+        assert kernels.pruned.best_config.kwargs == {"BM": 32, "BN": 64, "BK": 32}
+    (kernel,) = kernels_of(meter.trace)
+    assert kernel.op.call.body.programs == 16 * 4
 
 
 @needs_triton
@@ -798,7 +847,7 @@ def test_a_compiled_function_differentiates_through_the_kernel(kernels):
 
 
 @needs_triton
-def test_an_autotuned_kernel_in_a_compiled_function_takes_its_first_configuration_and_says_so(kernels):
+def test_an_autotuned_kernel_in_a_compiled_function_takes_its_first_configuration_that_fits_and_says_so(kernels):
     def program(a, b):
         c = a.new_empty(512, 256)
         kernels.tuned[lambda meta: (512 // meta["BM"], 256 // meta["BN"])](a, b, c, 512, 256, 1024)
@@ -810,7 +859,7 @@ def test_an_autotuned_kernel_in_a_compiled_function_takes_its_first_configuratio
     assert 2 * report.macs == 2 * 512 * 256 * 1024
     assert [kernel.op.call.body.programs for kernel in report.kernels] == [16]
     (assumed,) = report.assumptions
-    assert assumed.startswith("the first configuration of an autotuned kernel for product at ")
+    assert assumed.startswith("the first fitting configuration of an autotuned kernel for product at ")
     assert "test_triton_kernels.py" in assumed
 
 

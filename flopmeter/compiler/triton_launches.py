@@ -14,7 +14,8 @@ from flopmeter.compiler.regions import Sizes
 from flopmeter.records import Call, CompiledKernel, Region, TensorSpec
 from flopmeter.torch_names import compiler as names
 from flopmeter.trace.recorder import Recorder
-from flopmeter.trace.triton_kernels import LAUNCH, analysed, first_configuration
+from flopmeter.trace.triton_kernels import LAUNCH, Analysed, analysed, note_choice
+from flopmeter.trace.triton_tuning import first_fitting
 
 Described = Mapping[str, TensorSpec | Any]
 """The arguments of a launch by name: tensors as they lie in memory, numbers."""
@@ -32,16 +33,23 @@ def launch_of(
 ) -> tuple[Call, CompiledKernel] | None:
     """The launch that an operation of inductor's stands for. `tiles`: those of the arguments that are descriptors. None
     where that cannot be told: heuristics choose the constants of the kernel."""
-    kernel, constants = names.TRITON_KERNELS.value.get_kernel(operation.kernel_idx), {}
-    autotuner = sys.modules["triton.runtime.autotuner"].Autotuner
-    if isinstance(kernel, autotuner):  # inductor times the configurations
-        kernel, constants = kernel.fn, first_configuration(kernel, recorder).all_kwargs()
+    kernel = names.TRITON_KERNELS.value.get_kernel(operation.kernel_idx)
+    configs: Sequence[Mapping[str, Any]] = [{}]
+    if isinstance(kernel, sys.modules["triton.runtime.autotuner"].Autotuner):  # inductor times the configurations
+        note_choice(kernel, recorder)
+        kernel, configs = kernel.fn, [config.all_kwargs() for config in kernel.configs]
     if not isinstance(kernel, sys.modules["triton.runtime.jit"].JITFunction):
         return None
-    grid = operation.grid[0]  # of the first configuration
-    known = constants | {name: _as_tensor(value) for name, value in arguments.items()}
-    given = {name: known[name] for name in kernel.arg_names if name in known}
-    found = analysed(kernel, given, tuple(map(sizes, grid)), tiles)
+    tensors_too = {name: _as_tensor(value) for name, value in arguments.items()}
+    grids = operation.grid if len(operation.grid) == len(configs) else operation.grid[:1] * len(configs)
+
+    def with_constants(place: int) -> Analysed:
+        known = {**configs[place], **tensors_too}
+        given = {name: known[name] for name in kernel.arg_names if name in known}
+        return analysed(kernel, given, tuple(map(sizes, grids[place])), tiles)
+
+    bodies = [lambda place=place: with_constants(place).body for place in range(len(configs))]
+    found = with_constants(first_fitting(bodies) if len(configs) > 1 else 0)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, TensorSpec)}
     read, written, updated = found.by_use(tensors)
     call = Call(LAUNCH, (read, written, updated), {}, (*read, *written, *updated), (), body=found.body)

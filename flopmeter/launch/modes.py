@@ -155,7 +155,10 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, widened:
             "FlopMeter(compile='rules'), which runs compiled functions eagerly and fuses them by rules"
         )
     marked = _marked(widened)
-    by_rules: CompiledRegion = lambda op: None if op.is_replayed or op.graph is not None else marked(op)  # noqa: E731
+    is_whole = widened == "the rest too"  # then what a captured graph replays is compiled before it is captured
+    by_rules: CompiledRegion = (  # noqa: E731
+        lambda op: None if op.graph is not None or (op.is_replayed and not is_whole) else marked(op)
+    )
     made, lives = fuse(kernels, trace, region=by_rules)
     known: dict[Cost, Cost] = {}
     made = [kernel if kernel.op.graph is None else kernel._replace(cost=padded(kernel, known)) for kernel in made]

@@ -19,7 +19,7 @@ from flopmeter.known_values import DataDependentError
 from flopmeter.run.device import OtherDeviceError
 from flopmeter.run.own_code import is_own
 from flopmeter.run.script import Ending, Script, is_there
-from flopmeter.run.shims import SHIMS
+from flopmeter.run.shims import SHIMS, compiled_parts
 from flopmeter.run.synthetic import is_absent
 from flopmeter.trace.mixed_devices import MixedDevicesError
 
@@ -87,7 +87,8 @@ def _not_to_be_had(error: BaseException, script: Script) -> str | None:
     if op := _without_kernel(error):
         return op
     if package := next((each for each in SHIMS if each in _packages_of(error) and each != "kernels"), None):
-        return f"{package} does not run without a GPU: let flopmeter stand in with --shim {package}"
+        options = " ".join(f"--shim {each}" for each in compiled_parts(package))
+        return f"{package} does not run without a GPU: let flopmeter stand in with {options}"
     return None
 
 

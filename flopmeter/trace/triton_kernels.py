@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
 from unittest import mock
@@ -30,13 +31,13 @@ from flopmeter.torch_names.private import (
     no_dispatch_modes,
 )
 from flopmeter.torch_names.shared_patch import SharedPatch
+from flopmeter.trace.triton_tuning import FIRST_FITTING, first_fitting
 from flopmeter.trace.ttir import body_of, parse
 from flopmeter.trace.ttir_accesses import accesses_of
 
 LAUNCH = Overloads(own).triton_kernel.default
 _CAPABILITY = 90  # TTIR is the same for all capabilities, but those before 89 lack a type of 8 bits (e4m3)
 _WARP = 32
-FIRST_CONFIGURATION = "the first configuration of an autotuned kernel"
 
 
 class KernelRecorder(Protocol):
@@ -69,6 +70,7 @@ class Analysed(NamedTuple):
 
 _listeners: list[tuple[KernelRecorder, KnownValues | None]] = []
 _known: dict[Any, Analysed] = {}
+_chosen: dict[Any, Any] = {}  # configurations of autotuned kernels
 
 
 @contextmanager
@@ -85,6 +87,7 @@ def recorded(recorder: KernelRecorder, values: KnownValues | None) -> Iterator[N
 def _install() -> ExitStack:
     undo = ExitStack()
     undo.callback(_known.clear)
+    undo.callback(_chosen.clear)
     jit, autotuner = (sys.modules.get(f"triton.runtime.{name}") for name in ("jit", "autotuner"))
     if jit is None or autotuner is None:
         return undo
@@ -102,9 +105,11 @@ def _install() -> ExitStack:
         listeners = _metering(args, kwargs)
         if not listeners:
             return tune(kernel, *args, **kwargs)
-        config = first_configuration(kernel, *(recorder for recorder, _ in listeners))
+        config = _configuration(kernel, args, kwargs)
+        note_choice(kernel, *(recorder for recorder, _ in listeners))
+        kernel.best_config = config  # programs read it after a launch, for the tiles of what it wrote
         if config.pre_hook is not None:
-            config.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **config.all_kwargs()})
+            config.pre_hook({**_by_name(kernel, args), **kwargs, **config.all_kwargs()})
         return kernel.fn.run(*args, **kwargs, **config.all_kwargs())
 
     undo.enter_context(mock.patch.object(jit.JITFunction, "run", run_or_record))
@@ -121,12 +126,53 @@ def _they_do() -> bool:
 _patch = SharedPatch(_install)
 
 
-def first_configuration(tuner: Any, *recorders: KernelRecorder) -> Any:
-    """The first configuration of an autotuned kernel, since none can be timed; reports of these say so."""
+def note_choice(tuner: Any, *recorders: KernelRecorder) -> None:
+    """Reports of these say that the configuration of an autotuned kernel was not measured."""
     for recorder, values in _listeners:
         if values is not None and recorder in recorders and len(tuner.configs) > 1:
-            values.assume.note(FIRST_CONFIGURATION, tuner.base_fn.__name__)
-    return tuner.configs[0]
+            values.assume.note(FIRST_FITTING, tuner.base_fn.__name__)
+
+
+def _configuration(tuner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The configuration of a launch. As on a GPU it is chosen once for all launches whose keys are alike, among those
+    that the kernel itself leaves for these arguments."""
+    named = _by_name(tuner, args)
+    given = {**named, **kwargs}
+    types = tuple(value.dtype for value in given.values() if isinstance(value, Tensor))
+    key = (tuner, types, *(_described(given[name]) for name in tuner.keys if name in given))
+    if key not in _chosen:
+        prune = tuner.early_config_prune
+        configs = prune(tuner.configs, named, **kwargs) if prune is not None else tuner.configs
+        launches = [partial(_seen, tuner.fn, args, {**kwargs, **config.all_kwargs()}) for config in configs]
+        _chosen[key] = configs[first_fitting(launches) if len(configs) > 1 else 0]
+    return _chosen[key]
+
+
+def _by_name(tuner: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(tuner.arg_names, args, strict=False))
+
+
+class _Probe:
+    """Takes what a launch does, and records nothing."""
+
+    body: TritonBody
+
+    def is_on(self) -> bool:
+        return True
+
+    def record_kernel(self, func: Any, args: tuple[Any, ...], body: TritonBody) -> None:
+        self.body = body
+
+
+def _seen(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TritonBody:
+    """What a launch would do."""
+    probe, listening = _Probe(), list(_listeners)
+    _listeners[:] = [(probe, None)]
+    try:
+        kernel.run(*args, **kwargs)
+    finally:
+        _listeners[:] = listening
+    return probe.body
 
 
 def _metering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[KernelRecorder, KnownValues | None]]:

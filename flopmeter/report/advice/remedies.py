@@ -199,11 +199,13 @@ def one_graph(report: Report) -> Iterator[Proposal]:
 
 @remedy
 def the_rest_eagerly(report: Report) -> Iterator[Proposal]:
-    """The program compiles parts of its model, as code with flex_attention does, and runs the others eagerly."""
+    """The program compiles parts of its model, as code with flex_attention does, and runs the others eagerly, or as it
+    captured them in a CUDA graph."""
     eager = {
         id(kernel.op)
         for kernel, graph in zip(report.kernels, report.launches.graphs, strict=True)
-        if graph is None and whole_program(kernel.op) is not None
+        if (graph is None or (kernel.op.is_replayed and kernel.op.graph is None))
+        and whole_program(kernel.op) is not None
     }
     if not report.launches.mode.fuses or not eager or all(kernel.op.graph is None for kernel in report.kernels):
         return

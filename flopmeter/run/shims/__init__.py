@@ -34,6 +34,11 @@ def modules_of(package: str) -> Mapping[str, Mapping[str, object]]:
     return importlib.import_module(f"{__name__}.{package}").MODULES
 
 
+def compiled_parts(package: str) -> Collection[str]:
+    """The shims that an installed package needs: its own, or those of the compiled parts that its Python calls."""
+    return getattr(importlib.import_module(f"{__name__}.{package}"), "COMPILED_PARTS", (package,))
+
+
 @contextmanager
 def importable(packages: Collection[str], note: Callable[[str], None]) -> Iterator[None]:
     """In this context programs import the shims of these packages, even where the packages are installed."""

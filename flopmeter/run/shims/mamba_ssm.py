@@ -16,10 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from flopmeter.costs import make_cost
+from flopmeter.costs.traffic import regions
 from flopmeter.records import Call, Cost
 from flopmeter.run.shims.causal_conv1d import SILU, SILU_BACKWARD, causal_conv1d_fn
 from flopmeter.run.shims.kernel import kernel
 
+COMPILED_PARTS = ("causal_conv1d", "selective_scan_cuda")
+"""Shims with which an installed mamba_ssm runs by its own Python and Triton kernels, Mamba-2 among them."""
 CHUNK = 2048  # steps (csrc/selective_scan/selective_scan.cpp)
 # Operations a state. Backward: a, its exponential and the state again 5; dx = C dy + a dx' 3; the gradients of C, B,
 # delta u, a (twice), A and delta, a product and a sum each.
@@ -49,11 +52,12 @@ def _backward_cost(call: Call) -> Cost:
     each += 3 + 2 * (call.argument("D") is not None) + SILU_BACKWARD * has_z + SOFTPLUS_BACKWARD * softplus
     n = call.argument("u").numel
     flops = (each + SCAN_BACKWARD * states) * n
-    return make_cost(call, "element-wise", flops, transcendentals=(exponentials + states) * n)
+    read = [spec for spec in regions(call)[0] if spec is not call.argument("of_z")]  # written, and not read
+    return make_cost(call, "element-wise", flops, transcendentals=(exponentials + states) * n, read=read)
 
 
 @kernel("selective_scan", _forward_cost)
-def _forward(
+def scan(
     u: Tensor,
     delta: Tensor,
     A: Tensor,
@@ -70,8 +74,8 @@ def _forward(
     return torch.empty_like(u), u.new_empty(0) if z is None else torch.empty_like(u), states
 
 
-@kernel("selective_scan_backward", _backward_cost)
-def _backward(
+@kernel("selective_scan_backward", _backward_cost, mutates=("of_z",))
+def scan_backward(
     gradient: Tensor,
     u: Tensor,
     delta: Tensor,
@@ -83,18 +87,21 @@ def _backward(
     delta_bias: Tensor | None,
     softplus: bool,
     states: Tensor,
-    out: Tensor,
+    out: Tensor | None,
+    of_z: Tensor | None,
+    gates_again: bool,
 ) -> list[Tensor]:
-    """Gradients of u, delta, A, B, C, D, z, delta_bias; those that many blocks add to are fp32."""
+    """Gradients of u, delta, A, B, C, D and delta_bias, of which those that many blocks add to are fp32; and, where it
+    is asked for, y after the gate again. That of z goes where it is wanted."""
     as_float = [each.new_empty(each.shape, dtype=torch.float32) for each in (A, B, C)]
-    of_options = (u.new_empty(0) if each is None else torch.empty_like(each) for each in (D, z, delta_bias))
-    return [torch.empty_like(u), torch.empty_like(delta), *as_float, *of_options]
+    of_options = (u.new_empty(0) if each is None else torch.empty_like(each) for each in (D, delta_bias))
+    return [torch.empty_like(u), torch.empty_like(delta), *as_float, *of_options, *[torch.empty_like(u)] * gates_again]
 
 
 class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        out, gated, states = _forward(*inputs)
+        out, gated, states = scan(*inputs)
         *tensors, ctx.softplus = inputs
         ctx.save_for_backward(*tensors, states, out)
         return out if inputs[6] is None else gated
@@ -102,7 +109,9 @@ class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         *inputs, states, out = ctx.saved_tensors
-        gradients = _backward(gradient.contiguous(), *inputs, ctx.softplus, states, out)
+        of_z = None if inputs[6] is None else torch.empty_like(inputs[6])
+        gradients = scan_backward(gradient.contiguous(), *inputs, ctx.softplus, states, out, of_z, False)
+        gradients.insert(6, of_z)
         pairs = zip(gradients, inputs, strict=True)
         return (*(None if given is None else each.to(given.dtype) for each, given in pairs), None)
 
@@ -159,7 +168,7 @@ class Mamba(nn.Module):
         """[batch, length, d_model] to the same."""
         batch, length, _ = hidden_states.shape
         x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)
-        x = causal_conv1d_fn(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, "silu")
+        x = causal_conv1d_fn(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu")
         steps = self.x_proj(x.transpose(1, 2).reshape(batch * length, -1))
         delta, B, C = steps.split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         delta = (self.dt_proj.weight @ delta.t()).view(-1, batch, length).transpose(0, 1)
