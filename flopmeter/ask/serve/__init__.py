@@ -3,6 +3,7 @@ bits, slo.py the latencies to keep to, queue.py the arithmetic of many requests,
 picture."""
 
 from flopmeter.ask.serve.cache import ServingError
-from flopmeter.ask.serve.serving import Serving, ServingRow, serving
+from flopmeter.ask.serve.rows import Serving, ServingRow
+from flopmeter.ask.serve.serving import serving
 
 __all__ = ["Serving", "ServingError", "ServingRow", "serving"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from flopmeter.ask.serve.serving import Serving
+from flopmeter.ask.serve.rows import Serving
 from flopmeter.report.plots import PlotError, new_figure, plain_log_ticks
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
