@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from flopmeter.compiler.known import Held, groups_in
 from flopmeter.compiler.lowering import Lowered
 from flopmeter.compiler.origins import origin_of
-from flopmeter.compiler.plan import Constant, Placed, Plan, PlanStep, plan_of
+from flopmeter.compiler.placing import Placed
+from flopmeter.compiler.plan import Constant, Plan, PlanStep, plan_of
 from flopmeter.compiler.pricing import uncounted_in
 from flopmeter.compiler.regions import Sizes
 from flopmeter.known_values.assumptions import TORCH, caller
