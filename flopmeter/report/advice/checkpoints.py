@@ -7,15 +7,8 @@ from collections.abc import Iterator
 
 from flopmeter.costs.data_movement.communication import message_peers
 from flopmeter.records import Storage, Trace
-from flopmeter.report.advice.remedies import (
-    Proposal,
-    remedy,
-    trace_of,
-    with_other_ops,
-)
-from flopmeter.report.advice.spots import (
-    timed,
-)
+from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.spots import timed
 from flopmeter.report.quantities import with_prefix
 from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import usable_bytes_if_known

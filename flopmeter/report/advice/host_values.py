@@ -9,19 +9,10 @@ import torch
 from flopmeter.costs.host_work import runs_on
 from flopmeter.records import Kernel, Trace
 from flopmeter.report.advice.number_types import narrow_type
-from flopmeter.report.advice.remedies import (
-    Proposal,
-    everything,
-    priced,
-    remedy,
-    trace_of,
-)
+from flopmeter.report.advice.remedies import Proposal, everything, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import with_ops
 from flopmeter.report.advice.sent import made_for_copies, values_read
-from flopmeter.report.advice.spots import (
-    modules_and_lines,
-    modules_and_lines_of,
-)
+from flopmeter.report.advice.spots import modules_and_lines, modules_and_lines_of
 from flopmeter.report.quantities import counted
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten

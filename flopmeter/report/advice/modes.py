@@ -10,14 +10,7 @@ from flopmeter.launch.fusion import whole_program
 from flopmeter.launch.modes import modes_beyond
 from flopmeter.records import LaunchMode, Trace
 from flopmeter.report.advice.passes import differentiates_gradients
-from flopmeter.report.advice.remedies import (
-    Proposal,
-    all_kernels,
-    everything,
-    priced,
-    remedy,
-    trace_of,
-)
+from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, priced, remedy, trace_of
 from flopmeter.report.quantities import counted, percent_of
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN

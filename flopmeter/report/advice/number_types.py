@@ -14,14 +14,7 @@ from flopmeter.records import TensorSpec
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.autocast import FOURIER, autocast
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
-from flopmeter.report.advice.remedies import (
-    Proposal,
-    all_kernels,
-    everything,
-    priced,
-    remedy,
-    trace_of,
-)
+from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import with_tensors
 from flopmeter.report.quantities import with_prefix
 from flopmeter.report.report import Report

@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flopmeter.records import TensorSpec
-from flopmeter.report.advice.remedies import (
-    Proposal,
-    priced,
-    remedy,
-    trace_of,
-)
+from flopmeter.report.advice.remedies import Proposal, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import with_tensors
-from flopmeter.report.advice.spots import (
-    alignment_of,
-    matmuls_of,
-    odd_width,
-)
+from flopmeter.report.advice.spots import alignment_of, matmuls_of, odd_width
 from flopmeter.report.report import Report
 from flopmeter.timing import constants
 
