@@ -10,8 +10,8 @@ from flopmeter.timing import constants
 from flopmeter.timing.convolution import with_conversions
 from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel, as_found_by
 from flopmeter.timing.matmul import Busy, overlap
-from flopmeter.timing.products import products
-from flopmeter.timing.vector_work import arithmetic_seconds, vector_class, vector_work
+from flopmeter.timing.products import price_product
+from flopmeter.timing.vector_work import arithmetic_seconds, price_vector_work, vector_class
 
 
 class Price(NamedTuple):
@@ -34,11 +34,11 @@ def price(
     device, hardware = hardware, as_found_by(ran, hardware)
     other, work = arithmetic_seconds(cost, hardware), cost.work
     if not isinstance(work, MatrixWork) or not work.macs:
-        busy = vector_work(cost, hardware, other, cached_bytes)
+        busy = price_vector_work(cost, hardware, other, cached_bytes)
         return Price(busy, vector_class(cost), _has_few_flops(cost, other, hardware))
     dtype = switches.matmul_dtype(cost)
     peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
-    busy, kind = products(cost, work, hardware, peak, cached_bytes, ran)
+    busy, kind = price_product(cost, work, hardware, peak, cached_bytes, ran)
     if isinstance(work, ConvolutionWork) and peak.unit == "matrix":
         found = device.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
         busy = with_conversions(busy, cost, work, device, found.sustained_flop_per_s)

@@ -53,7 +53,7 @@ from flopmeter.timing.matmul import (
 )
 
 
-def products(
+def price_product(
     cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cached_bytes: float, ran: NamedKernel
 ) -> tuple[Busy, str]:
     """The time of a kernel's products, and the kind of kernel that runs them."""

@@ -42,7 +42,7 @@ def arithmetic_seconds(cost: Cost, hardware: Hardware) -> float:
     return overlap(arithmetic, narrow_unit_seconds(cost.conversions, lanes, hardware), constants.VECTOR_OVERLAP)
 
 
-def vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes: float) -> Busy:
+def price_vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes: float) -> Busy:
     """A thread computes the address of an element, loads it, and computes with it. Computing addresses and combining
     the results of a row's threads count as memory traffic, because the same remedy helps: fusion, not more FLOP/s."""
     work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
