@@ -1,4 +1,4 @@
-"""What surrounds the frames that Dynamo traces: in there torch is as it is without a meter."""
+"""Around the frames that Dynamo traces: there it sees torch as it is without a meter."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def _is_of_python(code: CodeType) -> bool:
 
 
 def _reasons(error: Exception) -> str:
-    """The last first: 'graph break in loop, after Call to ...'. Between two, torch says that another one occurred."""
+    """Why Dynamo gave up, the last reason first: 'graph break in loop, after Call to ...'. Between two torch says that
+    another one occurred."""
     texts = str(error).split("\n*** ")
     return ", after ".join(text.split("***", 1)[-1].strip().splitlines()[0] for text in reversed(texts))
 

@@ -80,7 +80,7 @@ class GpuAnswers:
 
     def _around_first_results(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Where DDP splits a graph, the next part is traced with the results of the one before: on meta, as the
-        program's tensors are, not on the device as which they pose."""
+        program's tensors are, not on the device that they pose to be on."""
 
         @functools.wraps(plain)
         def results(*args: Any) -> Any:

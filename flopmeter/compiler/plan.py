@@ -128,7 +128,7 @@ class _Planner:
             if fx is not None and _adds_bias(fx) and len(self._tensors_of(operation)) == CONVOLVED
         }
         self._calls: dict[Any, Call] = {}
-        self._biased: set[Any] = set()  # those of them to which a kernel has added it
+        self._biased: set[Any] = set()  # those whose bias a kernel has added
         self._parts: dict[str, list[Any]] = {}  # of an op with several results: the nodes that stand for them
         for node in lowered.nodes:
             if isinstance(node.node, self._ir.MultiOutput):

@@ -30,7 +30,7 @@ _OPTIMIZERS = f"torch{os.sep}optim{os.sep}"
 
 
 Owner = nn.Module | Optimizer
-"""Whose method a compiled function is, or calls."""
+"""The module or optimizer whose method a compiled function is, or calls."""
 
 
 class Replay:

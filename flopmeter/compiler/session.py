@@ -73,7 +73,7 @@ class Session:
     ) -> None:
         self._recorder, self._device, self._forget, self._run_eagerly = recorder, device, forget, run_eagerly
         self._around_tracing, self._on_compiled_call = around_tracing, on_compiled_call
-        self._met: dict[Owner, Callable[[], None]] = {}  # in the compiled call that runs
+        self._met: dict[Owner, Callable[[], None]] = {}  # by what the compiled call that runs has met
         self._compilation = recorder.trace.compilation
         self._left_eager: dict[str, None] = {}  # functions that run eagerly as a whole, and why
         self._outermost = OutermostCalls(recorder.trace, self._left_eager) if compiles_all else None
@@ -86,7 +86,7 @@ class Session:
         self._regions = 0
         self._region: int | None = None  # of a graph that runs eagerly now, for the rules to fuse
         self._depth = 0  # compiled calls inside compiled calls
-        self._records_gradients = True  # whether the outermost of these calls was made so
+        self._records_gradients = True  # whether autograd was on around the outermost of these calls
         self._hidden = ExitStack()
         self._undo = ExitStack()
         self._is_installed = self._is_called = False

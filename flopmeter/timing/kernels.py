@@ -1,4 +1,4 @@
-"""One kernel on one device: which units it uses, how its parts overlap, and what class of kernel it is."""
+"""The price of one kernel on one device: which units it uses, how its parts overlap, and its class."""
 
 from __future__ import annotations
 

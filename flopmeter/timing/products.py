@@ -1,4 +1,4 @@
-"""Products on one device: matmuls, convolutions, attention and recurrent networks, and the kernels that run them."""
+"""Kernels of products: matmuls, convolutions, attention and recurrent networks, and which kernels run them."""
 
 from __future__ import annotations
 

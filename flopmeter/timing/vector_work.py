@@ -43,8 +43,11 @@ def arithmetic_seconds(cost: Cost, hardware: Hardware) -> float:
 
 
 def price_vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes: float) -> Busy:
-    """A thread computes the address of an element, loads it, and computes with it. Computing addresses and combining
-    the results of a row's threads count as memory traffic, because the same remedy helps: fusion, not more FLOP/s."""
+    """How long a kernel without products keeps the device busy. `arithmetic`: seconds of its FLOPs.
+
+    A thread computes the address of an element, loads it, and computes with it. Computing addresses and combining the
+    results of a row's threads count as memory traffic, because the same remedy helps: fusion, not more FLOP/s.
+    """
     work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
     further = [_further_kernel(rows, cost, hardware) for rows in work.rereads if rows.is_kernel]
     work = work._replace(rereads=tuple(rows for rows in work.rereads if not rows.is_kernel))

@@ -189,7 +189,8 @@ def _fused_cost(
 
 
 def _instructions(parts: tuple[Cost, ...], loops: Loops | None, *, is_softmax: bool) -> int:
-    """Of all threads. A softmax over rows that registers do not hold takes its maximum and sum in one pass."""
+    """The instructions of all threads. A softmax over rows that registers do not hold takes its maximum and sum in one
+    pass."""
     of_softmax = 0
     if is_softmax and loops is not None and not is_held(loops.reduced, is_inner=loops.is_inner):
         with_cast = OF_REDUCTIONS["online_softmax_reduce"][1] + 1

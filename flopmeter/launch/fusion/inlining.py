@@ -185,8 +185,8 @@ def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
             writers[value.touch.storage].add(place)
 
     def makes_one_value(place: int) -> bool:
-        """Element by element, of inputs that stay as they are, and alone in its storage; others that nobody wants are
-        not made."""
+        """Whether it makes a value element by element, of inputs that stay as they are, alone in its storage. Further
+        values that nobody wants do not count: they are not made."""
         part, made = parts[place], flow.writes[place]
         if part.graph is None or not is_pointwise(part.role):
             return False

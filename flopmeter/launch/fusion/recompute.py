@@ -21,7 +21,6 @@ from flopmeter.torch_names.operators import aten
 NEARER_TO_BACKWARD, MOST_STEPS = 1.1, 100  # what is made a step earlier costs so much more to keep
 NOT_MATERIALIZED = 2  # times the bytes: what is kept has to be written as well as read
 SMALLER = 4  # times smaller than its inputs: a reduction, which is kept
-UNREAD = False
 _KEPT = aten.present("cat", "stack", "embedding", "constant_pad_nd", "index_select")
 
 
@@ -37,7 +36,7 @@ def with_recomputation(parts: list[Part], trace: Trace) -> list[Part]:
     again = {place for members in forward.values() for place in _Partition(parts, flow, members).again()}
     if not again:
         return parts
-    dropped = _held_for_backward(parts, flow, again, trace)
+    dropped, unread = _held_for_backward(parts, flow, again, trace)
     copies, made = Copies(), []
     copied: dict[tuple[int, int | None], int] = {}  # by part and graph: the storage that its copy writes
     private = {place: fresh_storage() for place in dropped}
@@ -63,7 +62,7 @@ def with_recomputation(parts: list[Part], trace: Trace) -> list[Part]:
         made.append(copies.of(part, reader, renamed) if renamed else part)
 
     for place, part in enumerate(parts):
-        if dropped.get(place) is not UNREAD:
+        if place not in unread:
             emit(place, part)
     return made
 
@@ -72,11 +71,11 @@ def _is_backward(part: Part) -> bool:
     return part.graph is not None and part.op.phase in ("backward", "recompute")
 
 
-def _held_for_backward(parts: list[Part], flow: Flow, again: set[int], trace: Trace) -> dict[int, bool]:
-    """The parts that made what only autograd held for the backward graph: it is no longer in memory. For each, whether
-    its own graph still reads it."""
+def _held_for_backward(parts: list[Part], flow: Flow, again: set[int], trace: Trace) -> tuple[list[int], set[int]]:
+    """The parts that made what only autograd held for the backward graph: it is no longer in memory. And those of them
+    whose value their own graph does not read either."""
     last_of = Lifetimes(parts, trace).last_of
-    dropped: dict[int, bool] = {}
+    dropped, unread = list[int](), set[int]()
     for place in sorted(again, reverse=True):
         (value,) = flow.writes[place]
         own = [reader for reader in value.readers if parts[reader].graph == parts[place].graph]
@@ -84,8 +83,10 @@ def _held_for_backward(parts: list[Part], flow: Flow, again: set[int], trace: Tr
         storage = value.touch.storage
         died = trace.storages[storage].died if storage >= 0 else 0
         if died is not None and died <= end + bool(own):
-            dropped[place] = any(dropped.get(reader) is not UNREAD for reader in own)
-    return dropped
+            dropped.append(place)
+            if unread.issuperset(own):
+                unread.add(place)
+    return dropped, unread
 
 
 Source = tuple[int, int]
