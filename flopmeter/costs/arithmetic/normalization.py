@@ -53,16 +53,14 @@ WELFORD_OPERATIONS = 10
 
 
 class _RowKernel(NamedTuple):
-    """The kernel for aligned rows. In operations of a thread: to combine its result with others', to add an element to
-    it, and all on an element. In cycles of a block that is alone on its SM: to combine, and to add an element. The rest
-    as in the records."""
+    """The kernel for aligned rows. Operations are of a thread, cycles of a block that is alone on its SM."""
 
-    combining: int
-    updating: int
-    operations: int
+    combining: int  # operations to combine its result with those of other threads
+    updating: int  # operations to add an element to its result
+    operations: int  # all on an element
     combining_cycles: int
-    element_cycles: int
-    among_others: int
+    element_cycles: int  # to add an element
+    among_others: int  # as in BlockTime
     registers: Registers
 
 
@@ -438,5 +436,5 @@ def _as_kernel(rows: Reread) -> Reread:
 
 
 def read_by_another_kernel(x: TensorSpec, tensors: int = 1) -> Reread:
-    """A second kernel that reads that many tensors like `x`, before the first goes through all of it or after."""
+    """A second kernel that reads that many tensors like `x`, before or after the first goes through all of it."""
     return _as_kernel(Reread(tensors * x.nbytes, 1, tensors * x.nbytes, BLOCK_THREADS))
