@@ -174,7 +174,7 @@ class Decoder:
 
     @property
     def _own_attention(self) -> str:
-        """The one that transformers takes for the model by itself."""
+        """The attention that transformers chooses for the model by itself."""
         return "sdpa" if getattr(self._language, "_supports_sdpa", True) else "eager"
 
     @property
