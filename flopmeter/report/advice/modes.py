@@ -26,41 +26,52 @@ _WORTH_MORE_TROUBLE = 1.03  # a less simple way has to be faster by this factor
 
 @remedy
 def another_mode(report: Report) -> Iterator[Proposal]:
-    """torch.compile and CUDA graphs. A graph cannot wait for values, nor hold the collectives of torch's wrappers.
-    Compiled, these stay where the program has them, as inductor leaves them by default."""
-    among_ranks = report.cluster is not None
+    """torch.compile and CUDA graphs."""
+    best = _best_mode(report)
+    if best is None:
+        return
+    mode, run = best
+    how = mode.asked_by
+    if mode.fuses and report.cluster is None and differentiates_gradients(trace_of(report)):
+        how += f", {_IN_ONE_PASS}"
+    yield Proposal(all_kernels(report), everything, _why_in_mode(report, mode), how, run, is_fault=False)
+
+
+def _best_mode(report: Report) -> tuple[LaunchMode, Report] | None:
+    """The fastest mode that the program could be run in, and the run. A graph cannot wait for values, nor hold the
+    collectives of torch's wrappers. Compiled, these stay where the program has them, as inductor leaves them."""
     is_replayed = report.launches.mode.replays_graph
-    waits = report.hardware.is_cpu or among_ranks or any(kernel.cost.blocks_host for kernel in report.kernels)
+    waits = any(kernel.cost.blocks_host for kernel in report.kernels)
+    cannot_be_graph = report.hardware.is_cpu or report.cluster is not None or waits
     best: tuple[LaunchMode, Report] | None = None
     compiled = report
     for mode in modes_beyond(report.mode):
         before = compiled if mode.fuses else report
-        if mode.replays_graph > is_replayed and (waits or before.idle_seconds < LEAST_GAIN * before.seconds):
+        has_no_gaps = before.idle_seconds < LEAST_GAIN * before.seconds
+        if mode.replays_graph > is_replayed and (cannot_be_graph or has_no_gaps):
             continue  # a graph wins only the time that the device waits for the host
         run = priced(report, mode=mode.name)
         compiled = run if mode.fuses else compiled
         if best is None or run.seconds * _WORTH_MORE_TROUBLE < best[1].seconds:
             best = mode, run
-    if best is None:
-        return
-    mode, run = best
+    return best
+
+
+def _why_in_mode(report: Report, mode: LaunchMode) -> str:
     idle = percent_of(report.idle_seconds, report.seconds)
     why = "each op's result goes to memory and back"
     if idle > 50 or not mode.fuses:
         why = f"the device waits for the host for {idle:.0f} % of the wall-clock"
-    elif mode.replays_graph > is_replayed:
+    elif mode.replays_graph > report.launches.mode.replays_graph:
         why += ", and the host takes too long for what compiling leaves"
-    if among_ranks:
+    if report.cluster is not None:
         why += " (collectives stay where they are)"
     if mode.fuses and _multiplies_int8_weights(trace_of(report)):
         why += (
             "; for weights cast from int8 inductor may take _weight_int8pack_mm, which gives each output to one thread"
             " and is many times slower than the product now: a run with torch.compile tells which"
         )
-    how = mode.asked_by
-    if mode.fuses and not among_ranks and differentiates_gradients(trace_of(report)):
-        how += f", {_IN_ONE_PASS}"
-    yield Proposal(all_kernels(report), everything, why, how, run, is_fault=False)
+    return why
 
 
 def _multiplies_int8_weights(trace: Trace) -> bool:

@@ -39,39 +39,51 @@ def tf32(report: Report) -> Iterator[Proposal]:
 def narrower_numbers(report: Report) -> Iterator[Proposal]:
     """The whole program in fp64, as data of NumPy are; in fp32; or in a 16-bit type without matrix units (bf16 before
     Ampere) where the device is faster in another."""
-    device, fp32 = report.hardware, torch.float32
-    types = {"fp64": torch.float64, "fp32": fp32, "tf32": fp32, "bf16": torch.bfloat16}
-    wide = types.get(report.main_dtype)
-    narrow = fp32 if wide is torch.float64 else narrow_type(device)
-    if narrow in (None, wide) or wide is None or not any(k.cost.macs for k in report.kernels):
+    types = _wide_and_narrow(report)
+    if types is None:
         return
-    if wide is fp32 and type_of_others(report) is not None:  # then the program is narrow, and some of it is not
-        return
-    units = [device.contraction_peak(name).unit for name in (report.main_dtype, name_of(narrow))]
-    if wide is torch.bfloat16 and units[0] == "matrix":
+    wide, narrow = types
+    name = str(narrow).removeprefix("torch.")
+    transforms = sorted({op.call.name for op in trace_of(report).ops} & FOURIER)
+    if narrow is not torch.float32 and transforms:
+        yield from _autocast_alone(report, narrow, f"{transforms[0]} has no {name}, so its input stays {name_of(wide)}")
         return
 
     def narrowed(spec: TensorSpec, _: object) -> TensorSpec:
         is_wide = spec.dtype == wide and spec.device != "cpu"
         return spec._replace(dtype=narrow) if is_wide else spec
 
-    name, bytes_too = str(narrow).removeprefix("torch."), wide is not torch.bfloat16
-    transforms = sorted({op.call.name for op in trace_of(report).ops} & FOURIER)
-    if narrow is not fp32 and transforms:
-        but = f"{transforms[0]} has no {name}, so its input stays {name_of(wide)}"
-        yield from _autocast_alone(report, narrow, but)
-        return
-    reasons = [f"twice the bytes of {name}"] * bytes_too
-    reasons += ["no matrix units for it"] * (units[0] != "matrix" == units[1])
+    reasons = [f"twice the bytes of {name}"] * (wide is not torch.bfloat16)
+    reasons += ["no matrix units for it"] * (_unit(report, wide) != "matrix" == _unit(report, narrow))
     beside = ", and data made by NumPy too" if wide is torch.float64 else ""
-    if wide is fp32:
+    if wide is torch.float32:
         beside = _or_autocast(report, narrow)
-    then = with_chosen_kernels(with_tensors(trace_of(report), narrowed, dtypes={wide: narrow}), device)
+    then = with_chosen_kernels(with_tensors(trace_of(report), narrowed, dtypes={wide: narrow}), report.hardware)
     yield Proposal(
         all_kernels(report), everything,
         f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}",
         f"{name}: model.to(torch.{name}){beside}", priced(report, then),
     )  # fmt: skip
+
+
+def _wide_and_narrow(report: Report) -> tuple[torch.dtype, torch.dtype] | None:
+    """The type of the whole program, and a narrower or a faster one; None if there is none."""
+    fp32 = torch.float32
+    wide = {"fp64": torch.float64, "fp32": fp32, "tf32": fp32, "bf16": torch.bfloat16}.get(report.main_dtype)
+    narrow = fp32 if wide is torch.float64 else narrow_type(report.hardware)
+    if narrow is None or wide is None or narrow is wide or not any(kernel.cost.macs for kernel in report.kernels):
+        return None
+    if wide is fp32 and type_of_others(report) is not None:  # then the program is narrow, and some of it is not
+        return None
+    has_units = wide is torch.bfloat16 and _unit(report, wide) == "matrix"
+    return None if has_units else (wide, narrow)
+
+
+def _unit(report: Report, dtype: torch.dtype) -> Unit:
+    """The unit that runs products of the type, as tf32 where the program allows that."""
+    name = name_of(dtype)
+    is_tf32 = name == "fp32" and report.main_dtype == "tf32"
+    return report.hardware.contraction_peak("tf32" if is_tf32 else name).unit
 
 
 def _autocast_alone(report: Report, dtype: torch.dtype, but: str) -> Iterator[Proposal]:
