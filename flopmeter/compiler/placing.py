@@ -27,7 +27,7 @@ class Placed(NamedTuple):
         return TensorSpec(self.shape, self.stride, self.dtype, number, self.offset, self.device)
 
 
-class Places:
+class GraphBuffers:
     """The buffers of a graph of inductor's, for one set of sizes."""
 
     def __init__(self, graph: Any, sizes: Sizes) -> None:
@@ -49,7 +49,7 @@ class Places:
             else:
                 return name
 
-    def buffer(self, name: str) -> Placed:
+    def whole(self, name: str) -> Placed:
         """The whole buffer of that name."""
         if name in self._graph.constants:
             return self.like(self._graph.constants[name], name)
@@ -58,7 +58,7 @@ class Places:
 
     def base_of(self, ir: Any) -> Placed:
         """The whole buffer in whose memory an argument or a result lies."""
-        return self.buffer(self.base(ir.get_name()))
+        return self.whole(self.base(ir.get_name()))
 
     def laid(self, ir: Any) -> Placed | None:
         """An argument, which is a buffer or a view of one; None where inductor gives it no layout."""

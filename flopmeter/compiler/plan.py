@@ -24,7 +24,7 @@ from flopmeter.compiler.origins import (
     own_node,
     uncounted_origin,
 )
-from flopmeter.compiler.placing import Placed, Places
+from flopmeter.compiler.placing import GraphBuffers, Placed
 from flopmeter.compiler.regions import Bytes, Regions, Sizes, is_needed
 from flopmeter.compiler.triton_launches import launch_of
 from flopmeter.costs.fused import name_of
@@ -116,8 +116,8 @@ class _Planner:
     def __init__(self, lowered: Lowered, sizes: Sizes, recorder: Recorder, is_backward: bool):
         self._lowered, self._sizes, self._recorder, self._is_backward = lowered, sizes, recorder, is_backward
         self._graph, self._ir = lowered.graph, names.IR.owner
-        self._places = Places(self._graph, sizes)
-        self._regions = Regions(self._graph, sizes, self._places.base)
+        self._buffers = GraphBuffers(self._graph, sizes)
+        self._regions = Regions(self._graph, sizes, self._buffers.base)
         self._allocated = {*self._graph.graph_input_names, *self._graph.constants}
         extern = (node.node for node in lowered.nodes if isinstance(node, names.EXTERN_NODE.value))
         nodes = {own_node(operation): operation for operation in extern}
@@ -146,7 +146,7 @@ class _Planner:
         return Plan(tuple(self._graph.graph_input_names), steps, outputs, known, flex.Masks(masked, self._sizes))
 
     def _step(self, node: Any) -> PlanStep:
-        frees = tuple(dict.fromkeys(self._places.base(name) for name in node.last_usage))
+        frees = tuple(dict.fromkeys(self._buffers.base(name) for name in node.last_usage))
         made = self._made(node)
         if isinstance(node.node, self._ir.DeviceCopy) and _is_host(node):  # what the program reads there is not known
             raise DataDependentError("aten._to_copy.default")
@@ -202,7 +202,7 @@ class _Planner:
         return call, tuple(numbers), kernel
 
     def _touched(self, part: Bytes, numbers: dict[str, int]) -> tuple[Region, ...]:
-        return tuple(Region(self._places.buffer(name).spec(numbers), nbytes) for name, nbytes in part)
+        return tuple(Region(self._buffers.whole(name).spec(numbers), nbytes) for name, nbytes in part)
 
     def _attention(self, node: Any, fx: Any) -> KernelCall:
         """flex_attention, in a template of inductor's, with what fuses into its end."""
@@ -210,9 +210,9 @@ class _Planner:
         template, parts = node.get_template_node(), node.get_nodes()
 
         def spec(ir: Any, held: Any = None) -> TensorSpec:
-            placed = self._places.of(ir)
+            placed = self._buffers.of(ir)
             if held is not None:  # in the template for few queries their heads are in groups
-                placed = self._places.like(held.meta["val"], placed.buffer)._replace(offset=placed.offset)
+                placed = self._buffers.like(held.meta["val"], placed.buffer)._replace(offset=placed.offset)
             return placed.spec(numbers)
 
         tensors = flex.TemplateTensors.of(fx, template)
@@ -246,7 +246,7 @@ class _Planner:
         numbers: dict[str, int] = {}
 
         def argument(value: Any) -> Any:
-            laid = self._places.laid(value) if isinstance(value, self._ir.IRNode) else None
+            laid = self._buffers.laid(value) if isinstance(value, self._ir.IRNode) else None
             if laid is not None:
                 return laid.spec(numbers)
             return self._sizes(value) if _is_symbolic(value) else value
@@ -298,8 +298,8 @@ class _Planner:
                 held = value.meta.get("val")
                 if not isinstance(held, torch.Tensor):
                     return self._sizes(held) if isinstance(held, (torch.SymInt, int)) else held
-                placed, ir = self._places.like(held, f"{kernel.get_name()}.{len(inputs)}"), next(ours, None)
-                laid = None if ir is None else self._places.laid(ir)
+                placed, ir = self._buffers.like(held, f"{kernel.get_name()}.{len(inputs)}"), next(ours, None)
+                laid = None if ir is None else self._buffers.laid(ir)
                 if laid is not None and prod(laid.shape) == prod(placed.shape):
                     placed = laid
                 inputs.append(placed.spec(numbers))
@@ -331,13 +331,13 @@ class _Planner:
             if not isinstance(parameter.type, torch.TensorType):
                 return named.get(parameter.name, next(constants, parameter.default_value))
             ir = next(tensors)
-            laid = self._places.of(ir)
+            laid = self._buffers.of(ir)
             inputs.append(laid.spec(numbers))
             return inputs[-1]
 
         args = tuple(map(argument, op._schema.arguments))
         results = self._parts.get(kernel.get_name()) or [kernel]  # an op with several results has each in a buffer
-        outputs = tuple(self._places.base_of(each).spec(numbers) for each in results)
+        outputs = tuple(self._buffers.base_of(each).spec(numbers) for each in results)
         return Call(op, args, {}, tuple(inputs), outputs), tuple(numbers)
 
     def _results(self, kernel: Any, fx: Any) -> Iterator[Placed]:
@@ -346,15 +346,15 @@ class _Planner:
         parts = self._parts.get(kernel.get_name(), [])
         if not parts:
             if _has_memory(kernel, self._ir):
-                yield self._places.base_of(kernel)
+                yield self._buffers.base_of(kernel)
             elif not fx.target._schema.is_mutable:
-                yield from (self._places.like(value, f"{kernel.get_name()}.out") for value in held)
+                yield from (self._buffers.like(value, f"{kernel.get_name()}.out") for value in held)
             return
-        yield from (self._places.base_of(part) for part in parts)
+        yield from (self._buffers.base_of(part) for part in parts)
 
     def _made(self, node: Any) -> Made:
         sources, placed = self._lowered.memory_taken, tuple(self._new_buffers(node))
-        taken = tuple((each, self._places.base(sources[each.buffer])) for each in placed if each.buffer in sources)
+        taken = tuple((each, self._buffers.base(sources[each.buffer])) for each in placed if each.buffer in sources)
         return Made(tuple(each for each in placed if each.buffer not in sources), taken)
 
     def _new_buffers(self, node: Any) -> Iterator[Placed]:
@@ -369,10 +369,10 @@ class _Planner:
             if _has_memory(buffer.node, self._ir) and (not is_loops or is_needed(buffer, node))
         ]
         for buffer in (*made, *self._parts.get(node.get_name() and _name_of(node), ())):
-            base = self._places.base(buffer.get_name())
+            base = self._buffers.base(buffer.get_name())
             if base not in self._allocated:
                 self._allocated.add(base)
-                yield self._places.buffer(base)
+                yield self._buffers.whole(base)
 
     def _output(self, ir: Any) -> Placed | str | Constant:
         if isinstance(ir, self._ir.ShapeAsConstantBuffer):
@@ -380,7 +380,7 @@ class _Planner:
         if isinstance(ir, self._ir.NoneAsConstantBuffer):
             return Constant(None)
         is_input = ir.get_name() in self._graph.graph_inputs
-        return self._places.laid(ir) or (ir.get_name() if is_input else Constant(ir.value))
+        return self._buffers.laid(ir) or (ir.get_name() if is_input else Constant(ir.value))
 
     def _source_of(self, part: Any) -> str:
         """The name of the op that made a result, or a result in a list of results."""

@@ -76,15 +76,15 @@ class Replay:
             self._graph.saved_bytes = self._saved_bytes(plan, results)
         return results
 
-    def _begin(self, plan: Plan, args: list[Any]) -> _Running:
+    def _begin(self, plan: Plan, args: list[Any]) -> _GraphCall:
         calls, values = self._recorder.trace.compilation.calls, self._recorder.values
         calls.append(self._graph.number)
         self._graph.calls += 1
         root, phase = self._paths.root(self._graph, args), self._phase(plan)
         known = plan.known.computed(args, values)
-        return _Running(len(calls) - 1, root, phase, _Sources(), known, plan.masks.bodies(known, values))
+        return _GraphCall(len(calls) - 1, root, phase, _Sources(), known, plan.masks.bodies(known, values))
 
-    def _launch(self, step: PlanStep, held: dict[str, Tensor], running: _Running) -> CompiledKernel | None:
+    def _launch(self, step: PlanStep, held: dict[str, Tensor], running: _GraphCall) -> CompiledKernel | None:
         """Record what the step runs. Gives its kernel, with what this call of the graph knows of it."""
         tensors = [held.get(name) for name in step.buffers]
         present = [_scratch() if tensor is None else tensor for tensor in tensors]
@@ -219,7 +219,7 @@ class _Sources:
         return self._caller
 
 
-class _Running(NamedTuple):
+class _GraphCall(NamedTuple):
     """A call of a graph while it runs."""
 
     number: int

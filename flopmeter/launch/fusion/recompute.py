@@ -29,42 +29,53 @@ def with_recomputation(parts: list[Part], trace: Trace) -> list[Part]:
     if not any(map(_is_backward, parts)):
         return parts
     flow = flow_of(parts)
+    again = _computed_again(parts, flow)
+    return _Copying(parts, flow, again, trace).made() if again else parts
+
+
+def _computed_again(parts: list[Part], flow: Flow) -> set[int]:
     forward: defaultdict[int, list[int]] = defaultdict(list)
     for place, part in enumerate(parts):
         if part.graph is not None and part.op.phase == "forward":
             forward[part.graph].append(place)
-    again = {place for members in forward.values() for place in _Partition(parts, flow, members).again()}
-    if not again:
-        return parts
-    dropped, unread = _held_for_backward(parts, flow, again, trace)
-    copies, made = Copies(), []
-    copied: dict[tuple[int, int | None], int] = {}  # by part and graph: the storage that its copy writes
-    private = {place: fresh_storage() for place in dropped}
+    return {place for members in forward.values() for place in _Partition(parts, flow, members).again()}
 
-    def emit(place: int, reader: Part) -> None:
+
+class _Copying:
+    """Puts copies of the parts that backward computes again before the parts that read them there."""
+
+    def __init__(self, parts: list[Part], flow: Flow, again: set[int], trace: Trace):
+        self._parts, self._flow, self._again = parts, flow, again
+        dropped, self._unread = _held_for_backward(parts, flow, again, trace)
+        self._private = {place: fresh_storage() for place in dropped}
+        self._copied: dict[tuple[int, int | None], int] = {}  # by part and graph: the storage that its copy writes
+        self._copies, self._made = Copies(), list[Part]()
+
+    def made(self) -> list[Part]:
+        for place, part in enumerate(self._parts):
+            if place not in self._unread:
+                self._emit(place, part)
+        return self._made
+
+    def _emit(self, place: int, reader: Part) -> None:
         """The part for a reader in another graph, after those that it needs there itself."""
         renamed = {}
-        for touch, values in flow.reads[place]:
+        for touch, values in self._flow.reads[place]:
             for value in values:
-                if value.kernel in again and _is_backward(reader):
+                if value.kernel in self._again and _is_backward(reader):
                     key = (value.kernel, reader.graph)
-                    if key not in copied:
-                        copied[key] = fresh_storage()
-                        emit(value.kernel, reader)
-                    renamed[touch.storage] = copied[key]
-                elif value.kernel in private:
-                    renamed[touch.storage] = private[value.kernel]
-        own = copied.get((place, reader.graph), private.get(place))
+                    if key not in self._copied:
+                        self._copied[key] = fresh_storage()
+                        self._emit(value.kernel, reader)
+                    renamed[touch.storage] = self._copied[key]
+                elif value.kernel in self._private:
+                    renamed[touch.storage] = self._private[value.kernel]
+        own = self._copied.get((place, reader.graph), self._private.get(place))
         if own is not None:
-            (made_here,) = flow.writes[place]
+            (made_here,) = self._flow.writes[place]
             renamed[made_here.touch.storage] = own
-        part = parts[place]
-        made.append(copies.of(part, reader, renamed) if renamed else part)
-
-    for place, part in enumerate(parts):
-        if place not in unread:
-            emit(place, part)
-    return made
+        part = self._parts[place]
+        self._made.append(self._copies.of(part, reader, renamed) if renamed else part)
 
 
 def _is_backward(part: Part) -> bool:
