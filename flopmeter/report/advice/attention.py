@@ -54,7 +54,7 @@ def materialised_attention_of_bent_scores(report: Report) -> Iterator[Proposal]:
 
 def _instead(report: Report, kernels: _MakesFused) -> Iterator[Proposal]:
     trace = trace_of(report)
-    uses, change = uses_of(trace), _Replacement()
+    uses, change = uses_of(trace), _FusedInstead()
     has_it = in_templates(trace) if kernels is _flexed else ()
     for index, op in enumerate(trace.ops):
         if op.phase not in ("forward", "recompute") or not is_softmax(trace, uses, index):
@@ -76,7 +76,7 @@ def _instead(report: Report, kernels: _MakesFused) -> Iterator[Proposal]:
     yield Proposal(f"attention ×{len(change.found)}", concerns, change.why, change.remedy(kernels), then)
 
 
-class _Replacement:
+class _FusedInstead:
     """The attentions of a program that are to be fused."""
 
     def __init__(self) -> None:
