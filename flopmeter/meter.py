@@ -7,9 +7,9 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from numbers import Real
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, dynamo, emulate_cuda
 from flopmeter.compiler import AroundTracing, Exports, OnCompiledCall, PosedDevice, Session, nothing_around
@@ -28,17 +28,15 @@ from flopmeter.known_values.assumptions import guess_of_length, in_words
 from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.known_values.routing import Routing
 from flopmeter.launch import grouped_matmul as grouped
-from flopmeter.launch.fusion import NOTE, whole_program
-from flopmeter.launch.modes import Mode, Widened, compiled_region, launches, mode_called, mode_of
+from flopmeter.launch.modes import Mode, mode_of
 from flopmeter.launch.scaled_matmul import check_scales
-from flopmeter.launch.templates import with_templates
-from flopmeter.records import Call, Clocks, Kernel, Launches, LaunchMode, Trace
+from flopmeter.metered_run import Causal, Memo, MeteredRun, PricedInstead
+from flopmeter.records import Call, Clocks, Kernel, Trace
 from flopmeter.records.traces import part_of
-from flopmeter.report.ran import Ran, ran_of
+from flopmeter.report.ran import ran_of
 from flopmeter.report.report import Report
-from flopmeter.report.unfused_attention import Unfused, unfused_calls, unfused_notes
-from flopmeter.timing import Host, PowerLaws, RankRun, TimedRun, host_seconds, time_run, time_runs
-from flopmeter.timing.peak_memory import memory_of
+from flopmeter.report.unfused_attention import unfused_calls, unfused_notes
+from flopmeter.timing import Host, RankRun, time_runs
 from flopmeter.timing.timeline import messages_of
 from flopmeter.torch_names.private import AOT_INDUCTOR, BUFFERS, DOUBLE_BACKWARD, PROPAGATION, PYTHON_OPS, lost
 from flopmeter.trace import other_threads, overlap
@@ -49,17 +47,11 @@ from flopmeter.trace.storages import StorageListener
 
 __all__ = ["DEFAULT_HARDWARE", "Causal", "FlopMeter", "Mode", "StreamError"]
 
-Causal = Literal["full", "exact"]
 Compile = Literal[False, True, "rules"]
 WORKAROUNDS: tuple[Callable[[KnownValues], AbstractContextManager[None]], ...] = (sequences_go_on, unseen_propagation)
 """Patches of other libraries, where a program has imported these. The file of each says what it works around and until
 when."""
 DEFAULT_HARDWARE = "a100-sxm4-80gb"
-COMPILED = (
-    "compiled: graphs, kernels and recomputation are those of torch's own compiler, which ran up to its Scheduler; "
-    "products are padded, and kernels timed, by rules"
-)
-TOLD_IDLE_SHARE = 0.05  # of the wall-clock, from which on a report says what the host was taken to cost
 
 
 class EmptyProgramError(ValueError):
@@ -68,122 +60,6 @@ class EmptyProgramError(ValueError):
 
 class StreamError(ValueError):
     """The trace cannot be priced on this device, because it would run other ops there."""
-
-
-@dataclass
-class _Memo:
-    """What was worked out for a program on one device, for other modes and changed programs. Pickling drops it."""
-
-    costs: CallCosts = field(default_factory=dict)
-    laws: PowerLaws = field(default_factory=PowerLaws)
-    reports: dict[str, Report] = field(default_factory=dict)  # by mode
-    launched: dict[tuple[bool, bool], tuple[Launches, Trace]] = field(default_factory=dict)  # by has_graphs and fuses
-
-    def __reduce__(self) -> tuple[type[_Memo], tuple[()]]:
-        return _Memo, ()
-
-
-class _PricedInstead(NamedTuple):
-    """What is to be priced in place of what was metered."""
-
-    trace: Trace | None = None  # a changed one, as advice makes
-    kernels: list[Kernel] | None = None  # in place of those of the eager run, one for one
-    widened: Widened = "as marked"  # what is compiled
-
-    @property
-    def is_none(self) -> bool:
-        return self == _PricedInstead()
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What was metered, on one device. A report keeps it to make reports of other modes, so it must not keep the
-    meter, nor what cannot be pickled."""
-
-    trace: Trace
-    kernels: list[Kernel]  # of the eager run
-    kernels_of: Callable[[Trace, CallCosts], list[Kernel]]  # on this device
-    hardware: Hardware
-    cluster: Cluster | None
-    host: Host
-    causal: Causal
-    clocks: Clocks
-    assumptions: tuple[str, ...]
-    caution: str
-    notes: tuple[str, ...]
-    ran: Ran
-    known: _Memo
-    dollars_per_kwh: float | None
-    unfused: tuple[Unfused, ...]
-    repeats: bool = False  # one turn of a loop
-
-    def in_mode(self, name: str, **changed: Any) -> Report:
-        """The report of a mode; `changed`: fields of _PricedInstead. Raises ValueError for an unknown mode."""
-        change = _PricedInstead(**changed)
-        known = self.known.reports.get(mode_called(name).name)
-        if change.is_none and known is not None:
-            return known
-        run, trace = self.launched(name, change)
-        rank = RankRun(run, self.hardware, trace.switches, self.host, self.cluster)
-        timed = time_run(rank, self.clocks, self.known.laws)
-        report = self.report(run, trace, timed, self.in_mode)
-        if change.is_none:
-            self.known.reports[name] = report
-        return report
-
-    def launched(self, name: str, change: _PricedInstead) -> tuple[Launches, Trace]:
-        """What the device runs in that mode, and the trace of it. Raises ValueError for an unknown mode."""
-        mode = mode_called(name)
-        if change.is_none and (mode.has_graphs, mode.fuses) in self.known.launched:
-            run, trace = self.known.launched[mode.has_graphs, mode.fuses]
-            return run._replace(mode=mode), trace
-        trace = change.trace or self.trace
-        kernels = self.kernels if change.kernels is None else change.kernels
-        region = compiled_region(trace.ops, change.widened)
-        has_templates = mode.fuses and region is whole_program and bool(trace.templates)
-        if has_templates:
-            trace = with_templates(trace)
-        if has_templates or change.trace is not None:
-            kernels = self.kernels_of(trace, self.known.costs)
-        run = launches(kernels, trace, mode, region, widened=change.widened)
-        run = run._replace(repeats=self.repeats and not trace.stream_use.host_waits)
-        if change.is_none:
-            self.known.launched[mode.has_graphs, mode.fuses] = run, trace
-        return run, trace
-
-    def report(self, run: Launches, trace: Trace, timed: TimedRun, in_mode: Callable[..., Report] | None) -> Report:
-        """`in_mode` makes the report of another mode."""
-        mode, switches = run.mode, trace.switches
-        report = Report(
-            launches=run,
-            timings=timed.timings,
-            hardware=self.hardware,
-            switches=switches,
-            host_seconds=host_seconds(run, self.host),
-            memory=memory_of(trace, self.hardware, run.lives),
-            causal=self.causal,
-            assumptions=self.assumptions,
-            caution=self.caution,
-            notes=(*self.notes, *self._notes_of(mode)),
-            in_mode=in_mode,
-            cluster=self.cluster,
-            clock=timed.clock,
-            ran=self.ran,
-            dollars_per_kwh=self.dollars_per_kwh,
-            graphs=tuple(self.trace.compilation.graphs),
-            unfused=self.unfused,
-        )
-        if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
-            return report
-        return replace(report, notes=(*report.notes, f"the host: {self.host.summary}"))
-
-    def _notes_of(self, mode: LaunchMode) -> Iterator[str]:
-        if mode.fuses and not self.trace.compilation.graphs:
-            yield NOTE
-        if self.trace.compilation.graphs:
-            yield COMPILED
-        if mode.has_graphs and self.cluster is not None:
-            yield f"{mode.name}: collectives are issued where the eager program does it; inductor may move them"
 
 
 class FlopMeter:
@@ -365,14 +241,16 @@ class FlopMeter:
             nothing = "the program ran no op of torch inside `with meter:`, so there is nothing to report: run it there"
             raise EmptyProgramError("; ".join((nothing, *self._not_metered())))
 
-    def _run(self, ops: range | None, device: Hardware, cluster: Cluster | None, running: Collection[int] = ()) -> _Run:
+    def _run(
+        self, ops: range | None, device: Hardware, cluster: Cluster | None, running: Collection[int] = ()
+    ) -> MeteredRun:
         """`running`: the ranks that are metered together with this one."""
         trace = self.trace if ops is None else part_of(self.trace, ops)
-        known, on_device = _Memo(), functools.partial(_kernels_on, device, self._strict)
+        known, on_device = Memo(), functools.partial(_kernels_on, device, self._strict)
         kernels = on_device(trace, known.costs)
         is_spread = any(kernel.cost.collective and len(kernel.cost.collective.ranks) > 1 for kernel in kernels)
         cluster = cluster_of(device, cluster) if is_spread else None
-        host, ran = self._host or device.host, ran_of(trace, device)
+        host = self._host or device.host
         notes = (
             *self._notes(device), *uncounted_notes(kernels), *uncounted_implementations(kernels),
             *message_notes(kernels, running), *host_work_notes(trace),
@@ -382,9 +260,11 @@ class FlopMeter:
             *in_words(self.assumed), *packed_assumptions(kernels), *group_assumptions(kernels),
             *triton_assumptions(kernels), *implementation_assumptions(kernels),
         )  # fmt: skip
-        return _Run(
-            trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, self._caution(ops),
-            notes, ran, known, self._dollars_per_kwh, unfused_calls(self._emulation, target_of(device)),
+        return MeteredRun(
+            trace=trace, kernels=kernels, kernels_of=on_device, hardware=device, cluster=cluster, host=host,
+            causal=self._causal, clocks=self._clocks, assumptions=assumed, caution=self._caution(ops), notes=notes,
+            ran=ran_of(trace, device), known=known, dollars_per_kwh=self._dollars_per_kwh,
+            unfused=unfused_calls(self._emulation, target_of(device)),
         )  # fmt: skip
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:
@@ -442,7 +322,7 @@ def reports_together(
         rank: meter._run(None if ops is None else ops[rank], meter.hardware, meter._cluster, meters)
         for rank, meter in meters.items()
     }
-    launched = {rank: run.launched(mode or mode_of(run.trace), _PricedInstead()) for rank, run in runs.items()}
+    launched = {rank: run.launched(mode or mode_of(run.trace), PricedInstead()) for rank, run in runs.items()}
     ranks = {
         rank: RankRun(launched[rank][0], run.hardware, run.trace.switches, run.host, run.cluster)
         for rank, run in runs.items()

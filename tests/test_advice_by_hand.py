@@ -12,7 +12,7 @@ from torch import nn
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.report.advice.batch import depends_on_inputs
-from flopmeter.report.advice.remedies import _narrow_type, type_of_others
+from flopmeter.report.advice.number_types import narrow_type, type_of_others
 
 H100 = "h100-sxm5-80gb"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -90,7 +90,7 @@ def test_an_optimizer_by_signs_is_not_priced_as_sgd():
     ],
 )  # fmt: skip
 def test_the_narrow_type_is_one_for_which_the_device_has_matrix_units(device, dtype):
-    assert _narrow_type(load_hardware(device)) is dtype
+    assert narrow_type(load_hardware(device)) is dtype
 
 
 def products(**columns: int) -> Any:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flopmeter.records import TensorSpec
 from flopmeter.report.advice.copies import Whereabouts, _lies_alike
-from flopmeter.report.advice.remedies import _resized
 from flopmeter.report.advice.rewrite import outermost
+from flopmeter.report.advice.widths import _resized
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:

@@ -18,7 +18,8 @@ from flopmeter.ask.serve.engine import pack
 from flopmeter.ask.serve.formats import in_formats
 from flopmeter.ask.serve.published import Quantised, quantised
 from flopmeter.ask.serve.queue import RequestWork, load
-from flopmeter.ask.serve.serving import ServingRow, _Server
+from flopmeter.ask.serve.rows import ServingRow
+from flopmeter.ask.serve.server import Server
 from flopmeter.ask.serve.steps import StepCost
 from flopmeter.device.cluster import load_cluster
 from flopmeter.timing.peak_memory import CONTEXT_BYTES
@@ -60,7 +61,7 @@ def like(milliseconds: float, **facts: Any) -> dict[int, StepCost]:
 
 def server(
     steps: Any, *, draft: Any = None, holds: float = 512, price: float | None = None, device: Any = DEVICE, **asked: Any
-) -> _Server:
+) -> Server:
     """On a device with memory for the weights, a chunk and so many tokens more."""
     facts = {
         "prompt": 4000, "output": 101, "slo": {}, "gpus": 1, "spreads_experts": False, "mode": "cudagraph",
@@ -69,7 +70,7 @@ def server(
     }  # fmt: skip
     plan = ServingPlan(**facts | asked)
     memory = (CONTEXT_BYTES + WEIGHTS + CHUNK.working_bytes + holds * TOKEN_BYTES) / 1e9
-    return _Server(plan, steps, draft, device.replace(memory_gb=memory), price)
+    return Server(plan, steps, draft, device.replace(memory_gb=memory), price)
 
 
 def row(*given: Any, **asked: Any) -> ServingRow:

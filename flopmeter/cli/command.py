@@ -178,6 +178,12 @@ def add_by(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by", choices=GROUPINGS, help="rows of the table (default: class)")
 
 
+def check_by(by: str | None, format: str) -> None:
+    """Raises ValueError where --by chooses nothing."""
+    if by and format in ("json", "html"):
+        raise ValueError(f"{format} holds every grouping: leave --by out")
+
+
 def save_trace(report: Report, path: str | None) -> None:
     """The timeline to the file of --trace, if there is one."""
     if path:

@@ -18,6 +18,7 @@ from flopmeter.cli.command import (
     add_format,
     add_mode,
     add_trace,
+    check_by,
     device_list,
     number,
     numbers,
@@ -88,11 +89,11 @@ def _check_table(options: argparse.Namespace) -> None:
         (options.picture and not options.plot, "--picture says what --plot draws: add --plot FILE.png"),
         (speed_up and format not in FORMATS, f"--speed-up has no {format}; it has {', '.join(FORMATS)}"),
         (speed_up and options.by, "--speed-up has rows of its own: leave --by out"),
-        (options.by and format in ("json", "html"), f"{format} holds every grouping: leave --by out"),
         (options.explain_compile and format != "text", f"--explain-compile is text: leave --format {format} out"),
     ):
         if excluded:
             raise ValueError(why)
+    check_by(options.by, format)
 
 
 def _rendered(report: Report, format: str, by: By) -> str:

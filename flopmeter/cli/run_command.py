@@ -14,6 +14,7 @@ from flopmeter.cli.command import (
     add_energy_price,
     add_format,
     add_trace,
+    check_by,
     device_list,
     number,
     picked,
@@ -69,8 +70,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     if len(devices) > 1:
         return _compare(script, devices, wishes, launch.environment, options)
-    if options.by and options.format in ("json", "html"):
-        raise ValueError(f"{options.format} holds every grouping: leave --by out")
+    check_by(options.by, options.format)
     if options.price:
         raise ValueError("--price is for comparing devices: name several, as in --hardware h100-sxm5-80gb,l40s")
     runs = run_as_ranks(script, options.hardware, wishes, launch.environment)

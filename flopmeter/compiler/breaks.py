@@ -14,8 +14,8 @@ class Breaks:
 
     def __init__(self, is_here: Callable[[], bool]) -> None:
         self._is_here = is_here
-        self._waiting: list[GraphBreak] = []  # for a graph that they can be told with
-        self._told: Any = None  # the reason that came with the last graph
+        self._waiting: list[GraphBreak] = []  # not told yet: the next graph is told with them
+        self._told: Any = None  # the reason that the last graph came with
 
     def around(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Called by Dynamo where it ends a graph, with the reason. The graph may be empty, or be split by DDP, which

@@ -1,4 +1,4 @@
-"""What surrounds the frames that Dynamo traces: in there torch is as it is without a meter."""
+"""Around the frames that Dynamo traces: there it sees torch as it is without a meter."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from types import CodeType
 from typing import Any
 
 from flopmeter.as_cuda.autocast import traced_tensors_cast
+from flopmeter.compiler.hidden import made_inside
 from flopmeter.compiler.outermost import OutermostCalls
 from flopmeter.compiler.pace import undisturbed
 from flopmeter.compiler.replay import name_of
 from flopmeter.known_values import entry_points
 from flopmeter.torch_names import compiler as names
-from flopmeter.torch_names.private import no_dispatch_modes
+from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
 from flopmeter.trace import triton_kernels
 
 AroundTracing = Callable[[], AbstractContextManager[tuple[Any, ...]]]
@@ -44,7 +45,14 @@ class Frames:
     def is_here(self) -> bool:
         return threading.get_ident() == self._thread
 
-    def around(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def wrappers(self) -> Iterator[tuple[PrivateName, Callable[[Any], Any]]]:
+        yield names.CONVERT_FRAME, self._around
+        yield names.NOT_COMPILED, self._around_giving_up
+        yield names.GUARD_IDENTITY, self._around_identity_guard
+        yield names.RULES, functools.partial(made_inside, self.as_torch_is)
+        yield names.HANDLERS, functools.partial(made_inside, self.as_torch_is)
+
+    def _around(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Dynamo compiles only functions of the program, and sees torch as it is without a meter."""
         skip = names.CONVERT_FRAME.owner.ConvertFrameReturn(
             frame_exec_strategy=names.FRAME_STRATEGY.value(names.FRAME_ACTION.value.SKIP, names.FRAME_ACTION.value.SKIP)
@@ -69,7 +77,7 @@ class Frames:
 
         return convert
 
-    def around_giving_up(self, plain: Callable[..., str]) -> Callable[..., str]:
+    def _around_giving_up(self, plain: Callable[..., str]) -> Callable[..., str]:
         """Wraps a message that Dynamo makes where it leaves a whole function uncompiled, such as one with a graph break
         in a loop; functions that it calls are compiled on their own."""
 
@@ -94,7 +102,7 @@ class Frames:
             self._stood_in_for = frozenset(map(id, (*functions, *codes)))
             yield
 
-    def around_identity_guard(self, plain: Callable[..., None]) -> Callable[..., None]:
+    def _around_identity_guard(self, plain: Callable[..., None]) -> Callable[..., None]:
         """Wraps a guard. If it fails only because the running program sees a stand-in where Dynamo saw torch's
         function, that is no reason to compile again."""
 
@@ -112,7 +120,8 @@ def _is_of_python(code: CodeType) -> bool:
 
 
 def _reasons(error: Exception) -> str:
-    """The last first: 'graph break in loop, after Call to ...'. Between two, torch says that another one occurred."""
+    """Why Dynamo gave up, the last reason first: 'graph break in loop, after Call to ...'. Between two torch says that
+    another one occurred."""
     texts = str(error).split("\n*** ")
     return ", after ".join(text.split("***", 1)[-1].strip().splitlines()[0] for text in reversed(texts))
 

@@ -1,5 +1,5 @@
 """What a session hides from Dynamo and from the program while one compiles: its own hooks, warnings about them, and
-stand-ins of which Dynamo would make its tables."""
+stand-ins that would get into Dynamo's tables."""
 
 from __future__ import annotations
 

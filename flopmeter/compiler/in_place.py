@@ -14,9 +14,9 @@ def memory_taken(graph: Any, nodes: Sequence[Any]) -> dict[str, str]:
     """By the name of a result, the buffer whose memory it takes: another result, or a tensor that the forward graph
     has kept and nobody else will read (AOTAutograd's donated buffers).
 
-    The scheduler decides so while it writes a kernel, and asks what it writes to which buffers are free. It is asked
-    kernel by kernel, in their order, as `Scheduler._codegen` in torch/_inductor/scheduler.py does. Must run with the
-    graph as the compiler's own.
+    The scheduler decides this while it writes a kernel: it asks the code that it writes to which buffers are free.
+    Here it is asked kernel by kernel, in their order, as `Scheduler._codegen` in torch/_inductor/scheduler.py does.
+    Must run with the graph as the compiler's own.
     """
     taken: dict[str, str] = {}
     with _writing(graph) as wrapper:
@@ -33,7 +33,7 @@ def memory_taken(graph: Any, nodes: Sequence[Any]) -> dict[str, str]:
 
 
 def _outside(node: Any, taken: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The same without the values that stay in the kernel, by way of which memory may be handed on."""
+    """The same for results outside of the kernel. Values that stay in it may hand memory on from one to another."""
     inside = {buffer.get_name() for buffer in node.get_outputs() if not is_needed(buffer, node)}
     for result in taken.keys() - inside:
         source: str | None = taken[result]
@@ -56,7 +56,7 @@ class _TakenHere:
 
 @contextmanager
 def _writing(graph: Any) -> Iterator[Any]:
-    """What calls the kernels, as far as it knows which buffers are free."""
+    """The code around the kernels, as far as it knows which buffers are free. Nothing is written."""
     code = names.WRAPPER_CODE.value
     wrapper, before = code.__new__(code), graph.wrapper_code
     wrapper.freed = set()

@@ -13,13 +13,15 @@ from flopmeter.records.powers_of_two import power_of_two_from
 
 
 def instructions(node: Any, reduced: int, sizes: Sizes, *, is_inner: bool) -> int:
-    """Of all threads of the kernel. What is the same for all that a reduction combines (`reduced` elements), or for all
-    rows, is computed once; what is repeated over other dimensions, such as the cosine of a position for each head,
-    again for each.
+    """The instructions of all threads of the kernel. `reduced`: the elements of a row, which a reduction combines.
 
-    Rows that registers hold are filled up to a power of two. If their elements are no neighbours in memory, a thread
-    has one of each of its rows, shares nothing, and combines each with those of others: a shuffle and an addition for
-    each doubling."""
+    A value that is the same for a whole row, or for all rows, is computed once. One that repeats over other dimensions,
+    such as the cosine of a position in each head, is computed again for each of them.
+
+    Rows that registers hold are filled up to a power of two. If their elements are not neighbours in memory, a thread
+    has one element of each of its rows. It then shares nothing between elements, and combines each row with other
+    threads: a shuffle and an addition for each doubling.
+    """
     held = is_held(reduced, is_inner=is_inner)
     shares = is_inner or not held
     filled = power_of_two_from(reduced) if held and reduced > 1 else reduced
@@ -60,7 +62,7 @@ class _Values:
 
 
 def _row_variables(body: Any, reduced: int, sizes: Sizes) -> set[Any]:
-    """The variables that stay the same along a row; none in a kernel without reductions, whose loops are one."""
+    """The loop variables that stay the same along a row; none in a kernel without reductions, which has no rows."""
     if body.reduce_vars:
         return set(body.iter_vars)
     inner, variables = 1, list(body.iter_vars)
@@ -70,7 +72,8 @@ def _row_variables(body: Any, reduced: int, sizes: Sizes) -> set[Any]:
 
 
 class _CountedLoop:
-    """One loop of a kernel. `rows`: the variables that stay the same along a row."""
+    """One loop of a kernel. `rows`: the variables that stay the same along a row. `combining`: instructions of a
+    reduction to combine threads."""
 
     def __init__(self, body: Any, rows: set[Any], values: _Values, combining: int, *, is_held: bool):
         self._body, self._rows, self._values, self._is_held = body, rows, values, is_held
@@ -80,11 +83,11 @@ class _CountedLoop:
         self._numbers: dict[Any, object] = {}
 
     def instructions(self) -> int:
-        """For an element."""
+        """The instructions for one element."""
         return sum(self._counts(self._body.root_block.graph, set()))
 
     def _counts(self, graph: Any, mask: set[Any]) -> Iterator[int]:
-        """`mask`: what decides which elements take part."""
+        """The instructions of each op of the graph. `mask`: the symbols that decide which elements take part."""
         for node in graph.nodes:
             target = str(node.target)
             of_inputs = (self._symbols.get(each, set()) for each in node.all_input_nodes)

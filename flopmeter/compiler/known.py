@@ -121,7 +121,7 @@ def groups_in(held: Mapping[Node, Any], node: Node, values: KnownValues | None) 
 
 
 def before(nodes: Iterable[Node], leads: Callable[[Node], bool] = lambda node: True) -> set[Node]:
-    """These nodes and all nodes on which they depend by way of nodes for which `leads` is true."""
+    """These nodes and all that they depend on, as far as the way leads through nodes for which `leads` is true."""
     found: set[Node] = set()
     waiting = list(nodes)
     while waiting:

@@ -230,8 +230,8 @@ def _result_bytes(node: Any) -> int:
 
 
 def _kept_class(target: Any, original: Any) -> str | None:
-    """The class that the parts of a decomposed op keep: a layer norm's mean is normalization; and a contraction's
-    product and sum, as which inductor writes those of one row (with coordinate descent tuning), are contraction."""
+    """The class that the parts of a decomposed op keep: a layer norm's mean is normalization. With coordinate
+    descent tuning inductor writes a contraction of one row as a product and a sum: both are contraction."""
     if not isinstance(original, OpOverload):
         return None
     found = RULES.get(original) or RULES.get(original.overloadpacket)

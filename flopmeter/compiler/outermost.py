@@ -27,8 +27,7 @@ class OutermostCalls:
     """A context: each module that the program calls in this thread, and each optimizer's step, is compiled, once.
 
     What was compiled is kept, with its module or optimizer, until the context is left; `left_eager` gets the functions
-    that ran eagerly, and why. A step that is given a closure
-    runs eagerly, so that the model in it is what is compiled.
+    that ran eagerly, and why. A step that is given a closure runs eagerly, so that the model in it is what is compiled.
     """
 
     def __init__(self, trace: Trace, left_eager: dict[str, None]) -> None:

@@ -20,12 +20,25 @@ from __future__ import annotations
 import functools
 import gc
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.private import PrivateName
 
 FRAME_WORDS = 1 << 17  # 1 MiB: its chunk, the next power of two, has as much again for the frames of what it calls
+
+
+def wrappers() -> Iterator[tuple[PrivateName, Callable[[Any], Any]]]:
+    yield names.DEP_HASH, around_hash
+    yield names.SET_MAKING, around_set_making
+    yield names.SET_UNION, around_union
+    yield names.SET_INTERSECTION, around_intersection
+    yield names.SET_DIFFERENCE, around_difference
+    yield names.ORIGINS, around_origins
+    yield names.UPDATE_VALUES, around_update
+    yield names.MORE_MEMORY, around_memory
+    yield names.IS_NAMED_TUPLE, functools.cache
 
 
 def undisturbed(function: Callable[..., Any]) -> Callable[..., Any]:

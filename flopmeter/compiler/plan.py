@@ -24,6 +24,7 @@ from flopmeter.compiler.origins import (
     own_node,
     uncounted_origin,
 )
+from flopmeter.compiler.placing import GraphBuffers, Placed
 from flopmeter.compiler.regions import Bytes, Regions, Sizes, is_needed
 from flopmeter.compiler.triton_launches import launch_of
 from flopmeter.costs.fused import name_of
@@ -41,22 +42,6 @@ compiled_kernel = Overloads(own).compiled_kernel.default
 """The op that stands for a kernel that inductor wrote; `kernel` holds a CompiledKernel."""
 
 CONVOLVED = 2  # tensors that a convolution takes before its bias
-
-
-class Placed(NamedTuple):
-    """A tensor as inductor lays it out. `buffer` names the allocation, which the graph makes or is passed."""
-
-    buffer: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: str
-
-    def spec(self, numbers: dict[str, int]) -> TensorSpec:
-        """The tensor's spec in a call. `numbers`: those of its buffers so far; this tensor's buffer is added."""
-        number = numbers.setdefault(self.buffer, len(numbers))
-        return TensorSpec(self.shape, self.stride, self.dtype, number, self.offset, self.device)
 
 
 class Constant(NamedTuple):
@@ -130,9 +115,9 @@ def plan_of(lowered: Lowered, sizes: Sizes, recorder: Recorder, *, is_backward: 
 class _Planner:
     def __init__(self, lowered: Lowered, sizes: Sizes, recorder: Recorder, is_backward: bool):
         self._lowered, self._sizes, self._recorder, self._is_backward = lowered, sizes, recorder, is_backward
-        self._graph, self._scheduler = lowered.graph, lowered.graph.scheduler
-        self._ir = names.IR.owner
-        self._regions = Regions(self._graph, sizes, self.base)
+        self._graph, self._ir = lowered.graph, names.IR.owner
+        self._buffers = GraphBuffers(self._graph, sizes)
+        self._regions = Regions(self._graph, sizes, self._buffers.base)
         self._allocated = {*self._graph.graph_input_names, *self._graph.constants}
         extern = (node.node for node in lowered.nodes if isinstance(node, names.EXTERN_NODE.value))
         nodes = {own_node(operation): operation for operation in extern}
@@ -143,7 +128,7 @@ class _Planner:
             if fx is not None and _adds_bias(fx) and len(self._tensors_of(operation)) == CONVOLVED
         }
         self._calls: dict[Any, Call] = {}
-        self._biased: set[Any] = set()  # those of them to which a kernel has added it
+        self._biased: set[Any] = set()  # those whose bias a kernel has added
         self._parts: dict[str, list[Any]] = {}  # of an op with several results: the nodes that stand for them
         for node in lowered.nodes:
             if isinstance(node.node, self._ir.MultiOutput):
@@ -161,7 +146,7 @@ class _Planner:
         return Plan(tuple(self._graph.graph_input_names), steps, outputs, known, flex.Masks(masked, self._sizes))
 
     def _step(self, node: Any) -> PlanStep:
-        frees = tuple(dict.fromkeys(self.base(name) for name in node.last_usage))
+        frees = tuple(dict.fromkeys(self._buffers.base(name) for name in node.last_usage))
         made = self._made(node)
         if isinstance(node.node, self._ir.DeviceCopy) and _is_host(node):  # what the program reads there is not known
             raise DataDependentError("aten._to_copy.default")
@@ -217,7 +202,7 @@ class _Planner:
         return call, tuple(numbers), kernel
 
     def _touched(self, part: Bytes, numbers: dict[str, int]) -> tuple[Region, ...]:
-        return tuple(Region(self._placed(name).spec(numbers), nbytes) for name, nbytes in part)
+        return tuple(Region(self._buffers.whole(name).spec(numbers), nbytes) for name, nbytes in part)
 
     def _attention(self, node: Any, fx: Any) -> KernelCall:
         """flex_attention, in a template of inductor's, with what fuses into its end."""
@@ -225,9 +210,9 @@ class _Planner:
         template, parts = node.get_template_node(), node.get_nodes()
 
         def spec(ir: Any, held: Any = None) -> TensorSpec:
-            placed = self._laid(ir) or self._placed(self.base(ir.get_name()))
+            placed = self._buffers.of(ir)
             if held is not None:  # in the template for few queries their heads are in groups
-                placed = self._faked(held.meta["val"], placed.buffer)._replace(offset=placed.offset)
+                placed = self._buffers.like(held.meta["val"], placed.buffer)._replace(offset=placed.offset)
             return placed.spec(numbers)
 
         tensors = flex.TemplateTensors.of(fx, template)
@@ -261,7 +246,7 @@ class _Planner:
         numbers: dict[str, int] = {}
 
         def argument(value: Any) -> Any:
-            laid = self._laid(value) if isinstance(value, self._ir.IRNode) else None
+            laid = self._buffers.laid(value) if isinstance(value, self._ir.IRNode) else None
             if laid is not None:
                 return laid.spec(numbers)
             return self._sizes(value) if _is_symbolic(value) else value
@@ -313,8 +298,8 @@ class _Planner:
                 held = value.meta.get("val")
                 if not isinstance(held, torch.Tensor):
                     return self._sizes(held) if isinstance(held, (torch.SymInt, int)) else held
-                placed, ir = self._faked(held, f"{kernel.get_name()}.{len(inputs)}"), next(ours, None)
-                laid = None if ir is None else self._laid(ir)
+                placed, ir = self._buffers.like(held, f"{kernel.get_name()}.{len(inputs)}"), next(ours, None)
+                laid = None if ir is None else self._buffers.laid(ir)
                 if laid is not None and prod(laid.shape) == prod(placed.shape):
                     placed = laid
                 inputs.append(placed.spec(numbers))
@@ -346,13 +331,13 @@ class _Planner:
             if not isinstance(parameter.type, torch.TensorType):
                 return named.get(parameter.name, next(constants, parameter.default_value))
             ir = next(tensors)
-            laid = self._laid(ir) or self._placed(self.base(ir.get_name()))
+            laid = self._buffers.of(ir)
             inputs.append(laid.spec(numbers))
             return inputs[-1]
 
         args = tuple(map(argument, op._schema.arguments))
         results = self._parts.get(kernel.get_name()) or [kernel]  # an op with several results has each in a buffer
-        outputs = tuple(self._placed(self.base(each.get_name())).spec(numbers) for each in results)
+        outputs = tuple(self._buffers.base_of(each).spec(numbers) for each in results)
         return Call(op, args, {}, tuple(inputs), outputs), tuple(numbers)
 
     def _results(self, kernel: Any, fx: Any) -> Iterator[Placed]:
@@ -361,17 +346,16 @@ class _Planner:
         parts = self._parts.get(kernel.get_name(), [])
         if not parts:
             if _has_memory(kernel, self._ir):
-                yield self._placed(self.base(kernel.get_name()))
+                yield self._buffers.base_of(kernel)
             elif not fx.target._schema.is_mutable:
-                yield from (self._faked(value, f"{kernel.get_name()}.out") for value in held)
+                yield from (self._buffers.like(value, f"{kernel.get_name()}.out") for value in held)
             return
-        yield from (self._placed(self.base(part.get_name())) for part in parts)
+        yield from (self._buffers.base_of(part) for part in parts)
 
     def _made(self, node: Any) -> Made:
-        sources = self._lowered.memory_taken
-        placed = tuple(self._new_buffers(node))
-        new = tuple(each for each in placed if each.buffer not in sources)
-        return Made(new, tuple((each, self.base(sources[each.buffer])) for each in placed if each.buffer in sources))
+        sources, placed = self._lowered.memory_taken, tuple(self._new_buffers(node))
+        taken = tuple((each, self._buffers.base(sources[each.buffer])) for each in placed if each.buffer in sources)
+        return Made(tuple(each for each in placed if each.buffer not in sources), taken)
 
     def _new_buffers(self, node: Any) -> Iterator[Placed]:
         """Buffers that the node makes; for a part of a larger buffer, that one. What only a kernel of loops itself
@@ -385,48 +369,10 @@ class _Planner:
             if _has_memory(buffer.node, self._ir) and (not is_loops or is_needed(buffer, node))
         ]
         for buffer in (*made, *self._parts.get(node.get_name() and _name_of(node), ())):
-            base = self.base(buffer.get_name())
+            base = self._buffers.base(buffer.get_name())
             if base not in self._allocated:
                 self._allocated.add(base)
-                yield self._placed(base)
-
-    def base(self, name: str) -> str:
-        """The buffer whose memory the buffer of that name has."""
-        while True:
-            real = self._scheduler.mutation_real_name.get(name)
-            if real is not None and real != name:
-                name = real
-                continue
-            layout = getattr(self._graph.name_to_buffer.get(name), "layout", None)
-            if isinstance(layout, self._ir.NonOwningLayout):
-                name = layout.view.get_name()
-            elif isinstance(layout, self._ir.MutationLayoutSHOULDREMOVE):
-                name = layout.get_buffer().get_name()
-            else:
-                return name
-
-    def _placed(self, name: str) -> Placed:
-        """Where the whole buffer lies."""
-        if name in self._graph.constants:
-            return self._faked(self._graph.constants[name], name)
-        held = self._graph.graph_inputs.get(name)
-        return self._by_layout(name, (self._graph.name_to_buffer[name] if held is None else held).get_layout())
-
-    def _laid(self, ir: Any) -> Placed | None:
-        """The layout of an argument, which is a buffer or a view of one."""
-        try:
-            return self._by_layout(self.base(ir.get_name()), ir.get_layout())
-        except (AttributeError, NotImplementedError):
-            return None
-
-    def _by_layout(self, name: str, layout: Any) -> Placed:
-        shape, stride = (tuple(map(self._sizes, part)) for part in (layout.size, layout.stride))
-        return Placed(name, shape, stride, self._sizes(layout.offset), layout.dtype, _device(layout.device))
-
-    def _faked(self, tensor: torch.Tensor, name: str) -> Placed:
-        shape, stride = (tuple(map(self._sizes, part)) for part in (tensor.shape, tensor.stride()))
-        offset = self._sizes(tensor.storage_offset())
-        return Placed(name, shape, stride, offset, tensor.dtype, _device(tensor.device))
+                yield self._buffers.whole(base)
 
     def _output(self, ir: Any) -> Placed | str | Constant:
         if isinstance(ir, self._ir.ShapeAsConstantBuffer):
@@ -434,7 +380,7 @@ class _Planner:
         if isinstance(ir, self._ir.NoneAsConstantBuffer):
             return Constant(None)
         is_input = ir.get_name() in self._graph.graph_inputs
-        return self._laid(ir) or (ir.get_name() if is_input else Constant(ir.value))
+        return self._buffers.laid(ir) or (ir.get_name() if is_input else Constant(ir.value))
 
     def _source_of(self, part: Any) -> str:
         """The name of the op that made a result, or a result in a list of results."""
@@ -477,10 +423,6 @@ def _is_tensor(each: Any) -> bool:
 def _is_host(node: Any) -> bool:
     device = node.get_device()
     return device is not None and device.type == "cpu"
-
-
-def _device(device: torch.device) -> str:
-    return "meta" if device.type == "cuda" else device.type
 
 
 def _flat(values: Any) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from flopmeter.known_values import DataDependentError
 from flopmeter.torch_names import compiler as names
 
 Bytes = list[tuple[str, int]]
-"""By the name of a buffer."""
+"""By the name of the buffer that holds them."""
 
 
 class Sizes:
@@ -73,8 +73,8 @@ class Regions:
                 yield dep
 
     def _indices(self, node: Any) -> int | None:
-        """At most how many indices the node loads: one for each of the integers that it reads, or pair of them. None if
-        it reads none, or makes indices of its loops too."""
+        """How many indices the node loads at most: one for each of the integers that it reads, or for each pair. None
+        if it reads no integers, or if the counters of its loops are indices too."""
         deps = [dep for dep in node.read_writes.reads if isinstance(dep, names.MEMORY_DEP.value)]
         counts = [self._elements(dep, self._steps(node), None) for dep in deps if self._holds_indices(dep.name)]
         return prod(counts) if counts and not node.read_writes.index_exprs else None

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from flopmeter.compiler.known import Held, groups_in
 from flopmeter.compiler.lowering import Lowered
 from flopmeter.compiler.origins import origin_of
-from flopmeter.compiler.plan import Constant, Placed, Plan, PlanStep, plan_of
+from flopmeter.compiler.placing import Placed
+from flopmeter.compiler.plan import Constant, Plan, PlanStep, plan_of
 from flopmeter.compiler.pricing import uncounted_in
 from flopmeter.compiler.regions import Sizes
 from flopmeter.known_values.assumptions import TORCH, caller
@@ -29,7 +30,7 @@ _OPTIMIZERS = f"torch{os.sep}optim{os.sep}"
 
 
 Owner = nn.Module | Optimizer
-"""Whose method a compiled function is, or calls."""
+"""The module or optimizer whose method a compiled function is, or calls."""
 
 
 class Replay:
@@ -53,47 +54,49 @@ class Replay:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         plan = self._plan(tuple(sorted(self._symbols(args), key=str)))
-        recorder, compilation = self._recorder, self._recorder.trace.compilation
-        call = len(compilation.calls)
-        compilation.calls.append(self._graph.number)
-        self._graph.calls += 1
-        root, phase, sources = self._paths.root(self._graph, args), self._phase(plan), _Sources()
+        running = self._begin(plan, args)
         held: dict[str, Tensor] = dict(zip(plan.inputs, args, strict=True))
-        known = plan.known.computed(args, recorder.values)
-        bodies = plan.masks.bodies(known, recorder.values)
         held |= self._lowered.graph.constants
         args.clear()
-        kernels: list[CompiledKernel] = []
+        kernels, kept = [], self._kept(plan)
         for step in plan.steps:
-            born = {placed.buffer: _allocate(placed) for placed in step.made.allocated}
-            held |= born
+            held |= {placed.buffer: _allocate(placed) for placed in step.made.allocated}
             held |= {placed.buffer: _laid_out(placed, held[name]) for placed, name in step.made.taken}
-            if step.call is not None:
-                tensors = [held.get(name) for name in step.buffers]
-                present = [_scratch() if tensor is None else tensor for tensor in tensors]
-                written = step.written
-                for number in written:
-                    self._forget(present[number])
-                main, launched = step.main, self._told(step, known, bodies)
-                if step.kernel is not None:
-                    kernels.append(self._kernel(step.kernel, step, launched))
-                module = ".".join(filter(None, (root, main.module if main else "")))
-                is_again = step.kernel is not None and _is_recomputation(step.kernel.origins)
-                recorder.launch(
-                    launched, present, module, "recompute" if is_again else phase, sources.of(main), call, written
-                )
-            born.clear()
+            if step.call is not None and (kernel := self._launch(step, held, running)):
+                kernels.append(kernel)
             for name in step.frees:
-                if name not in self._kept(plan):
+                if name not in kept:
                     held.pop(name, None)
         results = [_result(output, held) for output in plan.outputs]
-        self._paths.keep(self._graph, root, results)
-        plan.known.hand_on(known, results, recorder.values)
+        self._paths.keep(self._graph, running.root, results)
+        plan.known.hand_on(running.known, results, self._recorder.values)
         if self._graph.calls == 1:
             self._graph.kernels = tuple(kernels)
         if self._graph.part == "forward":
             self._graph.saved_bytes = self._saved_bytes(plan, results)
         return results
+
+    def _begin(self, plan: Plan, args: list[Any]) -> _GraphCall:
+        calls, values = self._recorder.trace.compilation.calls, self._recorder.values
+        calls.append(self._graph.number)
+        self._graph.calls += 1
+        root, phase = self._paths.root(self._graph, args), self._phase(plan)
+        known = plan.known.computed(args, values)
+        return _GraphCall(len(calls) - 1, root, phase, _Sources(), known, plan.masks.bodies(known, values))
+
+    def _launch(self, step: PlanStep, held: dict[str, Tensor], running: _GraphCall) -> CompiledKernel | None:
+        """Record what the step runs. Gives its kernel, with what this call of the graph knows of it."""
+        tensors = [held.get(name) for name in step.buffers]
+        present = [_scratch() if tensor is None else tensor for tensor in tensors]
+        written = step.written
+        for number in written:
+            self._forget(present[number])
+        main, call = step.main, self._told(step, running.known, running.bodies)
+        module = ".".join(filter(None, (running.root, main.module if main else "")))
+        is_again = step.kernel is not None and _is_recomputation(step.kernel.origins)
+        phase: Phase = "recompute" if is_again else running.phase
+        self._recorder.launch(call, present, module, phase, running.sources.of(main), running.number, written)
+        return None if step.kernel is None else self._kernel(step.kernel, step, call)
 
     def _told(self, step: PlanStep, known: Held, bodies: Mapping[Any, FlexBody]) -> Call:
         """The step's call, with what this call of the graph knows of its work; equal knowledge gives one object."""
@@ -214,6 +217,17 @@ class _Sources:
             return origin.source if origin else None
         self._caller = self._caller or caller()
         return self._caller
+
+
+class _GraphCall(NamedTuple):
+    """A call of a graph while it runs."""
+
+    number: int
+    root: str  # the path of the module that it belongs to
+    phase: Phase
+    sources: _Sources
+    known: Held
+    bodies: Mapping[Any, FlexBody]  # of flex_attention, by FX node
 
 
 class _Paths:

@@ -6,7 +6,6 @@ closes, and what was compiled in it is forgotten, since it belongs to the meter.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections import Counter
@@ -18,26 +17,23 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 from torch.optim.optimizer import Optimizer
-from torch.utils._pytree import tree_map
 
 from flopmeter.as_cuda.autocast import traced_tensors_cast
-from flopmeter.as_cuda.kernels.convolution import runs_channels_last
 from flopmeter.compiler import constants, pace
 from flopmeter.compiler.breaks import Breaks
 from flopmeter.compiler.composites import composites_differentiate
 from flopmeter.compiler.frames import AroundTracing, Frames, nothing_around, text_of
-from flopmeter.compiler.hidden import hooks_hidden, ignore_warning, made_inside
+from flopmeter.compiler.gpu_answers import GpuAnswers, Wrapper
+from flopmeter.compiler.hidden import hooks_hidden, ignore_warning
 from flopmeter.compiler.lowering import copied, inline_regions, lower
 from flopmeter.compiler.outermost import OutermostCalls
 from flopmeter.compiler.pace import undisturbed
-from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose, unposed
+from flopmeter.compiler.posing import PosedDevice, posing, replace, unpose
 from flopmeter.compiler.replay import Owner, Replay, name_of
 from flopmeter.records import CompiledGraph, GraphBreak
 from flopmeter.records.compiled import GraphPass
-from flopmeter.records.memory_format import CHANNELS_LAST
 from flopmeter.torch_names import compiler as names
-from flopmeter.torch_names import dispatcher
-from flopmeter.torch_names.private import BACKWARD_GRAPH, PrivateName, no_dispatch_modes
+from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
 from flopmeter.trace import triton_kernels
 from flopmeter.trace.recorder import Recorder
 
@@ -77,19 +73,20 @@ class Session:
     ) -> None:
         self._recorder, self._device, self._forget, self._run_eagerly = recorder, device, forget, run_eagerly
         self._around_tracing, self._on_compiled_call = around_tracing, on_compiled_call
-        self._met: dict[Owner, Callable[[], None]] = {}  # in the compiled call that runs
+        self._met: dict[Owner, Callable[[], None]] = {}  # by what the compiled call that runs has met
         self._compilation = recorder.trace.compilation
         self._left_eager: dict[str, None] = {}  # functions that run eagerly as a whole, and why
         self._outermost = OutermostCalls(recorder.trace, self._left_eager) if compiles_all else None
         self._frames = Frames(around_tracing, self._outermost, self._left_eager)
         self._breaks = Breaks(lambda: self._is_here)
+        self._answers = GpuAnswers(device, lambda: self._is_here)
         self._reason: str | None = None  # of the compilation that runs
         self._is_micro_pipelined = self._has_regions = False
         self._not_measured: dict[str, None] = {}  # settings by which inductor would measure on the device
         self._regions = 0
         self._region: int | None = None  # of a graph that runs eagerly now, for the rules to fuse
         self._depth = 0  # compiled calls inside compiled calls
-        self._records_gradients = True  # whether the outermost of these calls was made so
+        self._records_gradients = True  # whether autograd was on around the outermost of these calls
         self._hidden = ExitStack()
         self._undo = ExitStack()
         self._is_installed = self._is_called = False
@@ -173,43 +170,19 @@ class Session:
             self._compilation.failures[f"this torch has no {', no '.join(missing)}"] = None
             self._run_eagerly()
             return
-        wrappers: tuple[tuple[PrivateName, Callable[[Any], Any]], ...] = (
-            (names.COMPILE_FX, self._in_place_of_compile_fx),
-            (names.JOINT_PASSES, self._in_place_of_joint_passes),
-            (names.PARTITION, self._around_partition),
-            (names.SAVES_GENERATORS, self._around_generators),
-            (names.FIRST_RESULTS, self._around_first_results),
-            (names.DECOMPOSES_FOR_GPU, self._around_is_gpu),
-            (names.RECOMPILE_REASONS, self._around_reasons),
-            (names.SET_CAPTURABLE, self._around_set_capturable),
-            (names.AROUND_CALL, self._around_call),
-            (names.CONVERT_FRAME, self._frames.around),
-            (names.END_OF_GRAPH, self._breaks.around),
-            (names.NOT_COMPILED, self._frames.around_giving_up),
-            (names.CONVOLUTION_LAYOUT, self._in_place_of_convolution_layout),
-            (names.GUARD_IDENTITY, self._frames.around_identity_guard),
-            (names.HAS_TRITON, self._around_has_triton),
-            (names.DEP_HASH, pace.around_hash),
-            (names.SET_MAKING, pace.around_set_making),
-            (names.SET_UNION, pace.around_union),
-            (names.SET_INTERSECTION, pace.around_intersection),
-            (names.SET_DIFFERENCE, pace.around_difference),
-            (names.ORIGINS, pace.around_origins),
-            (names.UPDATE_VALUES, pace.around_update),
-            (names.MORE_MEMORY, pace.around_memory),
-            (names.IS_NAMED_TUPLE, functools.cache),
-            (names.CREATE_PROXY, constants.around_create_proxy),
-            (names.RULES, functools.partial(made_inside, self._frames.as_torch_is)),
-            (names.HANDLERS, functools.partial(made_inside, self._frames.as_torch_is)),
-        )
-        for name, wrapper in wrappers:
+        for name, wrapper in (*self._wrappers(), *self._answers.wrappers(), *self._frames.wrappers(), *pace.wrappers()):
             self._patch_name(name, wrapper)
-        if BACKWARD_GRAPH.present():
-            self._patch_name(BACKWARD_GRAPH, self._around_backward_graph)
         self._keep_compiler_state()
         self._undo.enter_context(composites_differentiate())
         self._undo.callback(self._hidden.close)
         self._undo.callback(ignore_warning(_WARNING_OF_TF32))
+
+    def _wrappers(self) -> Iterator[tuple[PrivateName, Wrapper]]:
+        yield names.COMPILE_FX, self._in_place_of_compile_fx
+        yield names.RECOMPILE_REASONS, self._around_reasons
+        yield names.AROUND_CALL, self._around_call
+        yield names.END_OF_GRAPH, self._breaks.around
+        yield names.CREATE_PROXY, constants.around_create_proxy
 
     def _keep_compiler_state(self) -> None:
         """Functions compiled from now on are forgotten in the end; what the compiler counts is as before. Those that a
@@ -238,19 +211,13 @@ class Session:
     def _in_place_of_compile_fx(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def compile_fx(model: Any, inputs: Any, *args: Any, config_patches: Any = None, **options: Any) -> Any:
-            if (
-                "inner_compile" in options or args or not self._is_here
-            ):  # a call of inductor's own, or of another thread
+            is_own = "inner_compile" in options or args  # a call of inductor's own
+            if is_own or not self._is_here:
                 return plain(model, inputs, *args, config_patches=config_patches, **options)
             if isinstance(model, GraphModule):
                 self._has_regions |= inline_regions(model)
             as_it_was = copied(model) if isinstance(model, GraphModule) else None
-            settings = {**(config_patches or {}), **WITHOUT_DEVICE}
-            asked = names.INDUCTOR_CONFIG.owner
-            self._not_measured |= dict.fromkeys(name for name in MEASURES if settings.get(name, getattr(asked, name)))
-            settings |= dict.fromkeys(MEASURES, False)
-            self._is_micro_pipelined |= settings.get(MICRO_PIPELINE, getattr(asked, MICRO_PIPELINE, False))
-            settings[MICRO_PIPELINE] = False  # its ops need symmetric memory to be lowered into kernels
+            settings = self._settings(config_patches or {})
             function, reason, self._reason = _function(), self._reason, None
             start = functools.partial(CompiledGraph, function=function, recompiled_because=reason)
             inner = functools.partial(self._compile, start=start, breaks=self._breaks.before(model))
@@ -275,6 +242,14 @@ class Session:
                 return self._eagerly(as_it_was)
 
         return compile_fx
+
+    def _settings(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Inductor's settings without what needs a device. Notes for the report what the program has asked for."""
+        config = names.INDUCTOR_CONFIG.owner
+        self._not_measured |= dict.fromkeys(name for name in MEASURES if asked.get(name, getattr(config, name)))
+        self._is_micro_pipelined |= asked.get(MICRO_PIPELINE, getattr(config, MICRO_PIPELINE, False))
+        # The ops of micro-pipelining need symmetric memory to be lowered into kernels.
+        return {**asked, **WITHOUT_DEVICE, **dict.fromkeys((*MEASURES, MICRO_PIPELINE), False)}
 
     @undisturbed  # a backward graph is compiled when it is first called
     def _compile(
@@ -311,70 +286,6 @@ class Session:
         setattr(replay, names.BOXED, True)
         return replay
 
-    def _in_place_of_joint_passes(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def joint_passes(module: Any, *args: Any, **options: Any) -> Any:
-            if not self._is_here:
-                return plain(module, *args, **options)
-            with posing(self._device):
-                pose(module)
-                if "input_device" in options:
-                    options["input_device"] = CUDA
-                return plain(module, *args, **options)
-
-        return joint_passes
-
-    def _around_backward_graph(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Compiled autograd traces the backward graph of a compiled function, as a part of its own, with the program's
-        tensors."""
-
-        @functools.wraps(plain)
-        def backward_graph(*args: Any) -> Any:
-            found = plain(*args)
-            if not self._is_here or not isinstance(found, GraphModule):
-                return found
-            on_meta = copied(found)
-            unpose(on_meta)
-            return on_meta
-
-        return backward_graph
-
-    def _around_partition(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def partition(*args: Any, **options: Any) -> Any:
-            with posing(self._device) if self._is_here else contextlib.nullcontext():
-                return plain(*args, **options)
-
-        return partition
-
-    def _around_first_results(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Where DDP splits a graph, the next part is traced with the results of the one before: on meta, as the
-        program's tensors are, not on the device as which they pose."""
-
-        @functools.wraps(plain)
-        def results(*args: Any) -> Any:
-            return tree_map(unposed, plain(*args)) if self._is_here else plain(*args)
-
-        return results
-
-    def _around_generators(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Around a random op that the backward graph computes again, attention among them, torch puts an op that keeps
-        the generator's state. That is the host's work, and would hide the op."""
-
-        @functools.wraps(plain)
-        def keep(joint: Any, forward: Any, backward: Any, *args: Any) -> Any:
-            return (forward, backward) if self._is_here else plain(joint, forward, backward, *args)
-
-        return keep
-
-    def _around_is_gpu(self, plain: Callable[..., bool]) -> Callable[..., bool]:
-        """Asked while a function is traced, when its tensors still say meta."""
-        return lambda device: plain(device) or (self._is_here and device == "meta")
-
-    def _around_has_triton(self, plain: Callable[..., bool]) -> Callable[..., bool]:
-        """Without Triton and a device for it, Dynamo would trace into what launches a kernel."""
-        return lambda *args, **kwargs: plain(*args, **kwargs) or (self._is_here and triton_kernels.is_imported())
-
     def _around_reasons(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def reasons(*args: Any, **options: Any) -> Any:
@@ -383,27 +294,6 @@ class Session:
             return found
 
         return reasons
-
-    def _around_set_capturable(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def set_capturable(variable: Any, *args: Any) -> Any:
-            for group in variable.value.param_groups:
-                if "capturable" in group and all(map(dispatcher.is_emulated, group["params"])):
-                    group["capturable"] = True
-            return plain(variable, *args)
-
-        return set_capturable
-
-    def _in_place_of_convolution_layout(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """The layout that cuDNN chooses. torch would ask cuDNN only for tensors that are on CUDA for C++ too."""
-
-        def layout(tensor: torch.Tensor, weight: torch.Tensor, backend: Any) -> Any:
-            if not self._is_here or tensor.device.type == "cpu":
-                return plain(tensor, weight, backend)
-            is_last = runs_channels_last(tensor, weight)
-            return CHANNELS_LAST[tensor.ndim] if is_last else torch.contiguous_format
-
-        return layout
 
     def _around_call(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """torch calls this with a setting before each compiled call, and after it with what it returned before."""

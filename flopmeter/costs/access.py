@@ -69,7 +69,7 @@ class Walk(NamedTuple):
     index_operations: int = 0
     scatter: Scatter = Scatter()
     grid: ThreadGrid | None = None
-    link: HostCopy | None = None  # a copy over it
+    link: HostCopy | None = None  # of a copy between host and device
     blocks_host: bool = False
 
     def over(self, operands: Sequence[TensorSpec]) -> Walk:

@@ -1,7 +1,7 @@
 """One kernel of several ops, as inductor writes it: its name, its class and its FLOPs.
 
-Which ops share a kernel, and which bytes it moves, says torch's own compiler (flopmeter/compiler/plan.py) or, for the
-trace of an eager run, the rules of flopmeter/launch/fusion.
+torch's own compiler says which ops share a kernel and which bytes it moves (flopmeter/compiler/plan.py). For the trace
+of an eager run the rules of flopmeter/launch/fusion say it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION
 from flopmeter.records.powers_of_two import power_of_two_from
 
 MOST_NAMES = 6  # of ops, in a kernel's name
-# Inductor holds rows of up to this many elements in registers, fewer where these are no neighbours in memory
-# (should_use_persistent_reduction in torch/_inductor/choices.py). Longer ones are read again by what follows their
-# reduction in the kernel.
+# Inductor holds rows of up to this many elements in registers, and shorter ones where elements are not neighbours in
+# memory (should_use_persistent_reduction in torch/_inductor/choices.py). What follows the reduction in the kernel reads
+# longer rows again.
 _HELD_ELEMENTS, _HELD_ELEMENTS_APART = 1024, 64
 
 # Elements of a row that a block takes at a time, and those of a thread (_reduction_configs and triton_config_reduction
@@ -25,7 +25,7 @@ _HELD_ELEMENTS, _HELD_ELEMENTS_APART = 1024, 64
 _ROW_BLOCK = 2048
 _ELEMENTS_OF_THREAD = 4
 _COMBINING = 18
-_BLOCK_THREADS = 128  # that step through rows whose elements are no neighbours: 4 warps
+_BLOCK_THREADS = 128  # that step through rows whose elements are not neighbours: 4 warps
 
 # `rand` keeps one of the four numbers that ten rounds of Philox make (triton/language/random.py); torch's own kernels
 # use all four.
@@ -35,7 +35,7 @@ _RANDOM_OPERATIONS = 4 * RANDOM_OPERATIONS
 def vector_work(
     rereads: tuple[Reread, ...], grid: ThreadGrid | None, random_numbers: int, instructions: int, *, reduces: bool
 ) -> VectorWork:
-    """Of a kernel that draws so many random numbers. It computes no addresses, since sizes are its constants."""
+    """The work of a kernel besides FLOPs and traffic. Addresses take none: sizes are constants in the kernel."""
     drawn = _RANDOM_OPERATIONS * random_numbers
     return VectorWork(rereads, drawn, grid, random_numbers=random_numbers, instructions=instructions, reduces=reduces)
 
@@ -55,7 +55,7 @@ def slowest_class(classes: Sequence[str]) -> str | None:
 
 
 def flops_of(op_class: str, parts: Iterable[Iterable[tuple[str, int]]]) -> tuple[tuple[str, int], ...]:
-    """FLOPs keep the classes of their ops. Those of the kernel's own class come first, even if there are none."""
+    """The FLOPs of a kernel by the classes of their ops. Its own class comes first, even with none."""
     flops = {op_class: 0}
     for name, count in (item for part in parts for item in part):
         flops[name] = flops.get(name, 0) + count
@@ -63,13 +63,13 @@ def flops_of(op_class: str, parts: Iterable[Iterable[tuple[str, int]]]) -> tuple
 
 
 def is_held(reduced: int, *, is_inner: bool) -> bool:
-    """Whether registers hold the rows that a kernel reduces."""
+    """Whether registers hold the rows that a kernel reduces (a persistent reduction)."""
     return reduced <= (_HELD_ELEMENTS if is_inner else _HELD_ELEMENTS_APART)
 
 
 def grid_of(rows: int, reduced: int, *, is_inner: bool, loads: int = 0) -> ThreadGrid | None:
-    """How threads step through rows that registers do not hold, if their elements are no neighbours in memory. No step
-    is loaded before the last one has been computed with. `loads`: tensors that the kernel reads."""
+    """How threads step through rows that registers do not hold, if their elements are not neighbours in memory. A step
+    is loaded once the one before it has been computed. `loads`: tensors that the kernel reads."""
     if is_inner or is_held(reduced, is_inner=False):
         return None
     rows_of_block, elements_of_step = _outer_block(power_of_two_from(rows), reduced, loads)
@@ -90,8 +90,8 @@ def _outer_block(rows: int, reduced: int, loads: int) -> tuple[int, int]:
 
 
 def walk_of(rows: int, reduced: int, read_bytes: int, bytes_written: int, *, is_inner: bool) -> tuple[Reread, ...]:
-    """How a kernel walks the rows that it reduces; its largest input has so many bytes. If they are too long for
-    registers and it writes as much as it reads, it reads again for the result what it read for the reduction."""
+    """How a kernel walks the rows that it reduces. `read_bytes`: of its largest input. A kernel that writes about as
+    much as it reads reads that input again for its result, if the rows are too long for registers."""
     if reduced <= 1 or not rows:
         return ()
     reads_once = is_held(reduced, is_inner=is_inner) or bytes_written < read_bytes // 2

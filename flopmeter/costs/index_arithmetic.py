@@ -104,7 +104,7 @@ def elements_of_thread(out: TensorSpec) -> int:
 
 
 def place_operations(threads: int, visited: int = 0) -> int:
-    """Integer operations of a kernel whose threads each find one element's place, and so many others one by one."""
+    """Integer operations of a kernel whose threads each find one element's place, and that many others one by one."""
     return PLACE_OPERATIONS * threads + VISIT_OPERATIONS * visited
 
 

@@ -1,23 +1,24 @@
-"""How many instructions a thread of a kernel that inductor writes runs for an element.
+"""How many instructions a kernel that inductor writes runs for each op on one element.
 
-They are those of the machine code that Triton 3.9 and its ptxas make of an op as inductor writes it, in fp32, for
-compute capability 9.0 and eight elements a thread, without the slow paths of special values, and less those of a copy.
-8.0, 10.0 and 12.0 are within a twentieth. tests/test_machine_code.py makes them again. Any other op takes one.
+They were counted in the machine code that Triton 3.9 and its ptxas make of an op as inductor writes it: in fp32, for
+compute capability 9.0, with eight elements a thread, without the slow paths of special values, and without the
+instructions of a copy. 8.0, 10.0 and 12.0 are within a twentieth. tests/test_machine_code.py counts them again. An op
+that is not listed takes one.
 """
 
 from __future__ import annotations
 
 from flopmeter.records import Cost
 
-# Numbers that are known when the kernel is compiled, addresses, which a thread computes once for its eight elements,
-# what is stored once for a row, and random numbers, which are priced by themselves.
+# Ops that take none: constants, addresses (a thread computes them once for its eight elements), what is stored once for
+# a row, and random numbers (priced by themselves).
 WITHOUT = {
     "constant", "index_expr", "value_expr", "check_bounds", "output", "load_seed", "rand", "randn", "randint64",
     "store_reduction",
 }  # fmt: skip
 
-# A sine or cosine has 26 and 28. Between its range reduction and its polynomial lies the slow path for large arguments,
-# 90 instructions long; to read on behind it takes as long as 20 more. Set on rotary embeddings of two and three of them
+# Between the range reduction of a sine and its polynomial lies the slow path for large arguments, 90 instructions long.
+# To jump over it takes as long as 20 more instructions. Set on rotary embeddings with two and three sines or cosines
 # (58.7 and 86.8 µs for 16.8 million elements on an H100, validation/traces).
 _FAR_JUMP = 20
 
@@ -48,17 +49,17 @@ OF_OPS = {
     "truediv": 9,
 }
 
-# Of a reduction whose rows registers hold, and of one that goes through them in a loop (four elements a thread). A mean
-# and a variance: two sums; in one pass (Welford) a division and eight others, and what keeps the sums where an element
-# is missing. A maximum and a sum of exponentials; in one pass (online_softmax_combine in runtime/triton_helpers.py) two
-# exponentials and what infinite and missing elements need.
+# The first number is of a reduction whose rows registers hold, the second of one that goes through its rows in a loop
+# (four elements a thread). Mean and variance: in registers two sums; in a loop (Welford) a division and eight others,
+# and what keeps the sums where an element is missing. Maximum and sum of exponentials: in a loop two exponentials, and
+# what infinite and missing elements need (online_softmax_combine in runtime/triton_helpers.py).
 OF_REDUCTIONS = {"welford_reduce": (4, 18), "online_softmax_reduce": (12, 32)}
 
 _FUNCTIONS_OF_ATEN = {"gelu": "erf", "silu": "sigmoid", "silu_backward": "sigmoid", "gelu_backward": "erf"}
 
 
 def of_eager_op(cost: Cost) -> int:
-    """What an op of the program comes to in such a kernel, by its FLOPs and functions."""
+    """The instructions of an op of an eager run if it were in such a kernel, from its FLOPs and functions."""
     name = cost.name.rstrip("_")
     of_function = OF_OPS.get(_FUNCTIONS_OF_ATEN.get(name, name), OF_OPS["exp"])
     return cost.flops + of_function * cost.transcendentals

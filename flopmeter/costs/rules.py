@@ -129,12 +129,10 @@ def make_cost(
     if is_complex(call):
         flops, transcendentals = complex_factor * flops, complex_factor * transcendentals
     reads, writes = _touched(call, read, written)
-    walked = walk(call)
-    if work is None and walked.link is not None:
+    walked = walk(call) if walks is None else walk(call).over(walks)
+    if work is None:
         work = walked.link
-    elif work is None:
-        if walks is not None:
-            walked = walked.over(walks)
+    if work is None:
         indexed = walked.index_operations if index_operations is None else index_operations
         indexed += RANDOM_OPERATIONS * random_numbers
         threads, apart = walked.grid if grid is None else grid, scatter or walked.scatter

@@ -52,6 +52,7 @@ from flopmeter.device.schema import (
     tuple_of,
     whole_number,
 )
+from flopmeter.device.unit_shares import matrix_unit, vector_unit
 from flopmeter.records.dtypes import DTYPES, MATRIX_DTYPES, opmath_of
 
 __all__ = ["Hardware", "HardwareError", "Host", "Peak", "available_hardware", "load_hardware"]
@@ -204,7 +205,7 @@ class Hardware(SchemaRecord):
         raise HardwareError(f"{self.name} has no rate for element-wise work in {dtype}; it has: {has}")
 
     def _peak(self, rates: DtypeRates, dtype: str, unit: Unit) -> Peak:
-        found = _vector_unit(self) if unit == "vector" else _matrix_unit(self, unit, dtype, rates[dtype])
+        found = vector_unit(self) if unit == "vector" else matrix_unit(self, unit, dtype, rates[dtype])
         picojoules = found.picojoules
         if unit == "vector" and picojoules is not None:
             picojoules *= DTYPES[dtype].item_bytes / 4  # wider operands, more energy
@@ -218,10 +219,10 @@ class Hardware(SchemaRecord):
             name: {dtype: ratio * rate for dtype, rate in getattr(self, name).items()}
             for name in ("vector_tflop_per_s", *_MATRIX_TABLES)
         }
-        shares = {dtype: _matrix_unit(self, "matrix", dtype, rate) for dtype, rate in self.matrix_tflop_per_s.items()}
+        shares = {dtype: matrix_unit(self, "matrix", dtype, rate) for dtype, rate in self.matrix_tflop_per_s.items()}
         achieved = Achieved(
             matrix_by_dtype=FrozenMapping((dtype, found.burst_share) for dtype, found in shares.items()),
-            vector=_vector_unit(self).burst_share,
+            vector=vector_unit(self).burst_share,
             memory=None if self.achieved is None else self.achieved.memory,
             limit_w=self.limit_watts,
             source="at one clock",
@@ -294,70 +295,6 @@ class Hardware(SchemaRecord):
 
 
 AnyHardware = str | os.PathLike[str] | Hardware  # what load_hardware takes
-
-# --- what large GEMMs reach on its units: as measured, where the profile says so, else by the law of power -----------
-
-
-def _measured_limit_w(device: Hardware) -> float | None:
-    """The power limit under which the fractions were measured."""
-    return device.achieved.limit_w if device.achieved is not None and device.achieved.limit_w else device.tdp_w
-
-
-def _vector_unit(device: Hardware) -> power.UnitPower:
-    """What fp32 reaches on vector units; other types are taken to reach the same shares."""
-    known, rates = device.achieved, device.vector_tflop_per_s
-    return power.unit(
-        rates.get("fp32", next(iter(rates.values()))),
-        device.limit_watts,
-        device.idle_watts,
-        power.VECTOR_PICOJOULES,
-        4 * power.byte_picojoules(device.memory_type),
-        typical=power.VECTOR_CEILING,
-        ceiling=power.VECTOR_CEILING,
-        sustained=None if known is None else known.vector,
-        measured_limit_w=_measured_limit_w(device),
-    )
-
-
-def _matrix_unit(device: Hardware, unit: str, dtype: str, tflop_per_s: float) -> power.UnitPower:
-    """The fractions in the profile, else those of fp16 at the clock that this type's power leaves.
-
-    Kernels for narrower types have fp16's tiles and fp16's bytes in a tile, so that at the boost clock none reaches a
-    larger share of its peak than fp16, unless it was measured to.
-    """
-    known, rates = device.achieved, device.matrix_tflop_per_s
-    half_rate = rates.get("fp16", rates.get("bf16", tflop_per_s))
-    law = functools.partial(
-        power.unit,
-        limit_w=device.limit_watts,
-        idle_w=device.idle_watts,
-        typical=power.typical_matrix_share(
-            device.architecture, is_halved=bool(device.matrix_fp16_accumulate_tflop_per_s)
-        ),
-        measured_limit_w=_measured_limit_w(device),
-    )
-    picojoules = power.matrix_picojoules(device.architecture, dtype, tflop_per_s, half_rate)
-    of_byte = power.byte_picojoules(device.memory_type)
-    of_operand = DTYPES[dtype].item_bytes * of_byte
-    if unit == "emulated":
-        emulated = law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, ceiling=1.0, burst=1.0)
-        return emulated._replace(sustained_share=1.0)
-    of_half = power.matrix_picojoules(device.architecture, "fp16", half_rate, half_rate)
-    half = law(
-        half_rate,
-        picojoules=of_half,
-        operand_picojoules=2 * of_byte,
-        ceiling=power.MATRIX_CEILING,
-        burst=None if known is None else known.matrix_burst,
-        sustained=None if known is None else known.matrix,
-    )
-    ceiling = min(power.MATRIX_CEILING, half.burst_share)
-    of_type = functools.partial(law, tflop_per_s, operand_picojoules=of_operand, ceiling=ceiling)
-    if known is not None and dtype in known.matrix_by_dtype:
-        return of_type(picojoules=picojoules, sustained=known.matrix_by_dtype[dtype])
-    if dtype in ("fp16", "bf16") or not half.picojoules or picojoules is None or of_half is None:
-        return half
-    return of_type(picojoules=picojoules * half.picojoules / of_half, burst=half.burst_share)
 
 
 # --- rules and changes ---------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ Works around: torch turns the list into a meta tensor in C++, where nothing can 
 intercept subscripting is harmless (entry_points.py).
 Until: torch makes the index tensor with an op that a dispatch mode sees.
 
-But the program is at that subscript when the op arrives, so
-the numbers are read off its source. Python 3.10 does not say where in the line it is: there they stay unknown.
+But the program is at that subscript when the op arrives, so the numbers are read off its source. Python 3.10 does not
+say where in the line it is: there they stay unknown.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _noted(
     known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDITION
 ) -> tuple[float | int | bool, Assumption]:
     """The stand-in for one number of the type; its use is noted. `compared`: for a condition, the answer unless the
-    program fails with it. Raises EndlessLoopError where one line asks forever.
+    program fails with it.
 
     Raises EndlessLoopError where one line asks for ever.
     """

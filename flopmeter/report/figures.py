@@ -7,6 +7,7 @@ read in black and white.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from math import cos, dist, pi, sin
 from typing import NamedTuple
@@ -215,23 +216,23 @@ def beside(points: Sequence[Spot], radii: Sequence[float], size: float, avoid: S
     """Where the centre of a short label of that size goes beside each of the points: near to it, but not on another
     label, another point, the line between another label and its point, or something else to avoid."""
     taken: list[Spot] = []
+    angles = [turn * pi / 8 for turn in range(16)]
+
+    def trouble(place: int, spot: Spot) -> float:
+        """How bad a spot is for the label of the point at that place, given the labels so far."""
+        centre, lines = points[place], zip(taken, points, strict=False)
+        others = (each for number, each in enumerate(zip(points, radii, strict=True)) if number != place)
+        hits = sum(dist(spot, label) < size for label in taken)
+        hits += sum(_from_line(label, spot, centre) < size / 2 for label in taken)
+        hits += sum(_from_line(spot, *line) < size / 2 for line in lines)
+        hits += sum(dist(spot, point) < own + size / 2 for point, own in others)
+        hits += sum(dist(spot, point) < size for point in avoid)
+        return hits * 10 * size + dist(spot, centre)
+
     for place, ((x, y), radius) in enumerate(zip(points, radii, strict=True)):
-        others = [
-            (point, own) for number, (point, own) in enumerate(zip(points, radii, strict=True)) if number != place
-        ]
-
-        def trouble(spot: Spot, others: Sequence[tuple[Spot, float]] = others, centre: Spot = (x, y)) -> float:
-            hits = sum(dist(spot, label) < size for label in taken)
-            lines = list(zip(taken, points, strict=False))  # of the labels so far
-            hits += sum(_from_line(label, spot, centre) < size / 2 for label in taken)
-            hits += sum(_from_line(spot, *line) < size / 2 for line in lines)
-            hits += sum(dist(spot, point) < own + size / 2 for point, own in others)
-            hits += sum(dist(spot, point) < size for point in avoid)
-            return hits * 10 * size + dist(spot, centre)
-
         away = [radius + times * size for times in (0.6, 1.2, 1.8, 2.6)]
-        angles = [turn * pi / 8 for turn in range(16)]
-        taken.append(min(((x + far * cos(a), y + far * sin(a)) for far in away for a in angles), key=trouble))
+        spots = ((x + far * cos(angle), y + far * sin(angle)) for far in away for angle in angles)
+        taken.append(min(spots, key=partial(trouble, place)))
     return taken
 
 

@@ -57,7 +57,7 @@ class Report:
     assumptions: tuple[str, ...] = ()
     caution: str = ""  # why the times may be of another run than the real one
     notes: tuple[str, ...] = ()  # what else the reader must know about the trace
-    in_mode: Callable[..., Report] | None = None  # the same run in another mode, or changed: see flopmeter.meter
+    in_mode: Callable[..., Report] | None = None  # the same run in another mode, or changed: see flopmeter.metered_run
     cluster: Cluster | None = None  # the links that collectives use; None: none has several ranks
     clock: RunClock = UNKNOWN_POWER
     ran: Ran = NOT_SAID

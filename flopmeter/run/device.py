@@ -5,7 +5,7 @@ Until: tensors without memory can call their device cuda.
 
 Functions that are given cuda get meta instead; functions that tell a device say cuda instead of meta. The program, and
 torch's own Python code above the dispatcher, then take the ways that they take on a GPU. Code below the dispatcher is
-told the truth (TOLD_THE_TRUTH): it computes shapes, and has to know that there is no memory.
+told the truth (flopmeter.run.truth): it computes shapes, and has to know that there is no memory.
 
 A program may also use the device meta itself, to make a model before its weights come. Storages that it asked for on
 meta are marked, and go on saying meta.
@@ -14,10 +14,8 @@ meta are marked, and go on saying meta.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,47 +26,33 @@ from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.known_values.values import address, no_modes
-from flopmeter.run.named_types import META, DefaultType, LegacyType, device_type, generator_type
+from flopmeter.run.device_arguments import functions_with_device
+from flopmeter.run.moved_in_place import parameters_keep_identity, script_to, set_data
+from flopmeter.run.named_types import META, CudaDevice, DefaultType, LegacyType, device_type, generator_type
 from flopmeter.run.patches import Patch, applied
-from flopmeter.run.printing import read_as_printed
+from flopmeter.run.printing import printed_as_cuda
+from flopmeter.run.truth import (
+    asked_from_below,
+    true_data,
+    true_device,
+    true_get_device,
+    true_is_cuda,
+    true_is_meta,
+    true_mesh_type,
+    wrapped_from_below,
+)
 from flopmeter.torch_names.private import (
-    BELOW_DISPATCHER,
-    all_schemas,
     device_constructors,
-    function_mode_count,
     function_modes,
     lazy_type,
     no_dispatch_modes,
-    no_function_modes,
     torch_device,
 )
 from flopmeter.trace.shapes_only import MarkedStorages, ShapesOnly
 from flopmeter.trace.subclasses import wrapped
 
-TOLD_THE_TRUTH = ("flopmeter.", *BELOW_DISPATCHER)
-ABOVE_DISPATCHER = ("torch.distributed.utils",)
-"""Modules among those that are told cuda all the same: DDP's, which compare a batch's device with the rank's."""
-
+_TAKES = "takes the device named cuda"
 _APART = 4096  # what an address counts for, so that storages do not seem to overlap
-_tensor: Any = torch.Tensor
-
-
-def _true(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A getter or setter of torch's own. A function mode would look it up by name, and find ours."""
-
-    def call(*args: Any) -> Any:
-        if not function_mode_count():
-            return own(*args)
-        with no_function_modes():
-            return own(*args)
-
-    return call
-
-
-_true_device, _true_get_device = _true(_tensor.device.__get__), _true(_tensor.get_device)
-_true_is_meta, _true_is_cuda = _true(_tensor.is_meta.__get__), _true(_tensor.is_cuda.__get__)
-_true_mesh_type: Any = getattr(vars(DeviceMesh).get("device_type"), "fget", None)  # None: no property in this torch
-_true_data, _set_true_data = _true(_tensor.data.__get__), _true(_tensor.data.__set__)
 
 
 class OtherDeviceError(RuntimeError):
@@ -101,75 +85,80 @@ class NamedCuda:
     def patches(self) -> Iterator[Patch]:
         """The patches that make torch tell and accept the name."""
         device_constructors()  # it caches torch's functions at its first call, before they are replaced here
-        tells, takes = "tells the device named cuda", "takes the device named cuda"
+        yield from self._patches_of_tensors()
+        yield from self._patches_of_storages()
+        yield from self._patches_of_modules()
+        for owner, name in functions_with_device():
+            yield Patch(owner, name, self._taking(getattr(owner, name)), _TAKES)
+        yield Patch(Tensor, "_make_wrapper_subclass", self._wrapping(), _TAKES)
+        yield Patch(torch, "Generator", generator_type(self), _TAKES)
+        yield Patch(torch, "device", device_type(), "an index alone is one of the accelerator's: cuda")
+        if true_mesh_type is not None:
+            yield Patch(DeviceMesh, "device_type", property(self._mesh_type), "a mesh of GPUs says so")
+        yield from DefaultType().patches()
+        context = torch_device.DeviceContext
+        entered = self._default_device(context.__torch_function__)
+        yield Patch(context, "__torch_function__", entered, "with torch.device('cuda')")
+
+    def _patches_of_tensors(self) -> Iterator[Patch]:
+        tells = "tells the device named cuda"
         yield Patch(Tensor, "device", property(self._device), tells)
         yield Patch(Tensor, "is_cuda", property(self._is_cuda), tells)
         yield Patch(Tensor, "is_meta", property(self._is_meta), tells)
-        index = _true_get_device
-        yield Patch(Tensor, "get_device", lambda tensor: self.index if self.holds(tensor) else index(tensor), tells)
-        yield Patch(Tensor, "data", property(_true_data, _set_data), "is given data of the device named cuda")
-        yield Patch(Tensor, "__repr__", _repr(Tensor.__repr__, self), "prints a tensor as a GPU's")
-        yield Patch(Tensor, "to", self._to(Tensor.to), takes)
-        yield Patch(Tensor, "cuda", self._cuda(Tensor.to), takes)
+        yield Patch(Tensor, "get_device", lambda own: self.index if self.holds(own) else true_get_device(own), tells)
+        yield Patch(Tensor, "data", property(true_data, set_data), "is given data of the device named cuda")
+        yield Patch(Tensor, "__repr__", printed_as_cuda(Tensor.__repr__, self), "prints a tensor as a GPU's")
+        yield Patch(Tensor, "to", self._to(Tensor.to), _TAKES)
+        yield Patch(Tensor, "cuda", self._cuda(Tensor.to), _TAKES)
         yield Patch(Tensor, "type", self._type(Tensor.type), "tells and takes torch.cuda.FloatTensor and its kin")
         no_driver = "there is no driver that pins memory"
         yield Patch(Tensor, "pin_memory", self._pin(), no_driver)
         yield Patch(Tensor, "is_pinned", lambda tensor, device=None: self._pinned.has(tensor), no_driver)
         yield Patch(Tensor, "data_ptr", self._data_ptr(Tensor.data_ptr), "tells tensors apart that share no memory")
         yield Patch(Tensor, "record_stream", lambda tensor, stream: None, "streams are those of flopmeter")
+
+    def _patches_of_storages(self) -> Iterator[Patch]:
         storage = torch.UntypedStorage
         share, is_shared, why = storage.share_memory_, storage.is_shared, "memory of the GPU is shared as it is"
         yield Patch(storage, "share_memory_", lambda own: own if own.device.type == "meta" else share(own), why)
         yield Patch(storage, "is_shared", lambda own: own.device.type == "meta" or is_shared(own), why)
         # torch.load gives storages to a map_location that is a function
         yield Patch(storage, "__new__", self._storage(storage.__new__), "a program's own storages on meta stay there")
-        yield Patch(storage, "cuda", lambda own, *_, **__: torch.UntypedStorage(own.nbytes(), device=META), takes)
-        yield Patch(
-            Module, "cuda", lambda module, device=None: module.to(self.name if device is None else device), takes
-        )
-        yield Patch(Module, "cpu", lambda module: module.to("cpu"), takes)
-        yield Patch(Module, "to", self._module_to(Module.to), takes)
-        for owner, name in _takers():
-            yield Patch(owner, name, self._taking(getattr(owner, name)), takes)
-        yield Patch(Tensor, "_make_wrapper_subclass", self._wrapping(), takes)
-        yield Patch(torch, "Generator", generator_type(self), takes)
-        yield Patch(torch, "device", device_type(), "an index alone is one of the accelerator's: cuda")
-        if _true_mesh_type is not None:
-            yield Patch(DeviceMesh, "device_type", property(self._mesh_type), "a mesh of GPUs says so")
-        yield from DefaultType().patches()
+        yield Patch(storage, "cuda", lambda own, *_, **__: torch.UntypedStorage(own.nbytes(), device=META), _TAKES)
+
+    def _patches_of_modules(self) -> Iterator[Patch]:
+        yield Patch(Module, "to", self._module_to(Module.to), _TAKES)
+        yield Patch(Module, "cuda", lambda own, device=None: own.to(self.name if device is None else device), _TAKES)
+        yield Patch(Module, "cpu", lambda module: module.to("cpu"), _TAKES)
         yield Patch(torch.nn.DataParallel, "scatter", self._scatter(), "DataParallel on one GPU")
-        context = torch_device.DeviceContext
-        yield Patch(
-            context, "__torch_function__", self._default_device(context.__torch_function__), "with torch.device('cuda')"
-        )
 
     # --- what the program is told
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor is on the device named cuda."""
-        return _true_is_meta(tensor) and not any(map(self.true_meta.has, wrapped(tensor)))
+        return true_is_meta(tensor) and not any(map(self.true_meta.has, wrapped(tensor)))
 
     def _device(self, tensor: Tensor) -> torch.device:
-        true: torch.device = _true_device(tensor)
-        if true.type != "meta" or _asked_from_below() or not self.holds(tensor):
+        true: torch.device = true_device(tensor)
+        if true.type != "meta" or asked_from_below() or not self.holds(tensor):
             return true
         return self.name
 
     def _is_cuda(self, tensor: Tensor) -> bool:
-        return _true_is_cuda(tensor) or (self.holds(tensor) and not _asked_from_below())
+        return true_is_cuda(tensor) or (self.holds(tensor) and not asked_from_below())
 
     def _is_meta(self, tensor: Tensor) -> bool:
-        return _true_is_meta(tensor) and (_asked_from_below() or not self.holds(tensor))
+        return true_is_meta(tensor) and (asked_from_below() or not self.holds(tensor))
 
     def _mesh_type(self, mesh: DeviceMesh) -> str:
-        kind: str = _true_mesh_type(mesh)
-        return "cuda" if kind == "meta" and not _asked_from_below() else kind
+        kind: str = true_mesh_type(mesh)
+        return "cuda" if kind == "meta" and not asked_from_below() else kind
 
     def _data_ptr(self, original: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
         """A number in place of the address, which is 0 on meta: equal where two tensors begin at the same element."""
 
         def data_ptr(tensor: Tensor) -> int:
-            if not self.holds(tensor) or _asked_from_below():
+            if not self.holds(tensor) or asked_from_below():
                 return original(tensor)
             return address(tensor) * _APART + int(tensor.storage_offset()) * tensor.element_size()
 
@@ -238,12 +227,7 @@ class NamedCuda:
                 real = self.real(device)
                 if real is not device:
                     return original(*args, **{**kwargs, "device": real})
-                if (
-                    torch.device(device).type != "meta"
-                    or is_compiling()
-                    or _asked_from_below()
-                    or _wrapped_from_below()
-                ):
+                if torch.device(device).type != "meta" or is_compiling() or asked_from_below() or wrapped_from_below():
                     return original(*args, **kwargs)
             elif not _default_is_meta():
                 return original(*args, **kwargs)
@@ -255,14 +239,14 @@ class NamedCuda:
         """Whether the program asks for the device meta itself, which no GPU sees."""
         with no_dispatch_modes():
             result = original(*args, **kwargs)
-        if isinstance(result, Tensor) and _true_is_meta(result):
+        if isinstance(result, Tensor) and true_is_meta(result):
             self.true_meta.add(result)
         return result
 
     def _storage(self, new: Callable[..., Any]) -> Any:
         def made(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
             storage = new(cls, *args, **kwargs, **({} if device is None else {"device": device}))
-            if device is not None and torch.device(device) == META and not is_compiling() and not _asked_from_below():
+            if device is not None and torch.device(device) == META and not is_compiling() and not asked_from_below():
                 self.true_meta.add(storage)
             return storage
 
@@ -276,7 +260,7 @@ class NamedCuda:
         def wrapping(*args: Any, **kwargs: Any) -> Any:
             real_args, real_kwargs = tree_map_only(torch.device, self.real, (args, kwargs))
             made = make(*real_args, **real_kwargs)
-            if kwargs.get("device") == META and not _asked_from_below():  # as what it wraps tells
+            if kwargs.get("device") == META and not asked_from_below():  # as what it wraps tells
                 self.true_meta.add(made)
             return made
 
@@ -299,7 +283,7 @@ class NamedCuda:
             if kwargs.get("device") is not None:
                 kwargs["device"] = self.real(kwargs["device"])
             target = kwargs["device"] if "device" in kwargs else args[0] if args else None
-            if _true_is_meta(tensor) and not self.holds(tensor) and target is META:
+            if true_is_meta(tensor) and not self.holds(tensor) and target is META:
                 raise NotImplementedError(
                     "Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty() instead of "
                     "torch.nn.Module.to() when moving module from meta to a different device."
@@ -350,13 +334,13 @@ class NamedCuda:
             if isinstance(kwargs.get("device"), (int, CudaDevice)):
                 kwargs["device"] = torch.device("cuda", getattr(kwargs["device"], "index", kwargs["device"]))
             try:
-                with _parameters_keep_identity(module):
+                with parameters_keep_identity(module):
                     return original(module, *args, **kwargs)
             except RuntimeError as error:
                 if "Couldn't swap" not in str(error):
                     raise
                 if isinstance(module, torch.jit.ScriptModule):
-                    return _script_to(module, *args, **kwargs)
+                    return script_to(module, *args, **kwargs)
                 return original(module, *args, **kwargs)  # something looks at a parameter, as torch.export does
 
         return to
@@ -369,140 +353,7 @@ def allowed_on_lazy_parameters(patches: Iterable[Patch]) -> Patch:
     return Patch(lazy_type, "_allowed_methods", [*allowed, *ours], "lazy parameters move to the named device")
 
 
-def _set_data(tensor: Tensor, data: Tensor) -> None:
-    """`tensor.data = data`: torch replaces the contents between CPU and CUDA, and refuses to between CPU and meta."""
-    if _true_is_meta(tensor) == _true_is_meta(data) or tensor.grad is not None:
-        _set_true_data(tensor, data)
-        return
-    with no_modes():
-        inside = data.detach().requires_grad_(tensor.requires_grad)
-    with _is_itself(tensor), _whoever_looks():
-        torch.utils.swap_tensors(tensor, inside)
-
-
-@contextmanager
-def _parameters_keep_identity(module: Module) -> Iterator[None]:
-    """Between CPU and CUDA a module's parameters stay the same objects, which an optimizer may already hold. Between
-    CPU and meta torch makes new ones, unless it is told to swap their contents."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with _is_itself(*module.parameters()), _whoever_looks():
-            yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-@contextmanager
-def _is_itself(*tensors: Tensor) -> Iterator[None]:
-    """torch.utils.swap_tensors swaps more than the contents: also the class, which a lazy parameter would lose, and the
-    attributes that a program gave to a parameter."""
-    before = [(type(tensor), dict(vars(tensor))) for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, (kind, attributes) in zip(tensors, before, strict=True):
-            if type(tensor) is not kind:
-                tensor.__class__ = kind
-            vars(tensor).update({**attributes, **vars(tensor)})
-
-
-@contextmanager
-def _whoever_looks() -> Iterator[None]:
-    """torch.utils.swap_tensors refuses a tensor with weak references. Here these keep the same object."""
-    looks_for = torch.utils.weakref  # type: ignore[attr-defined]
-    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda _: [])  # type: ignore[attr-defined, assignment]
-    try:
-        yield
-    finally:
-        torch.utils.weakref = looks_for  # type: ignore[attr-defined]
-
-
-def _script_to(module: Module, *args: Any, **kwargs: Any) -> Module:
-    """A TorchScript module makes a tensor whenever it is asked for one, so it is given other tensors."""
-    each: Any
-    for each in module.modules():
-        for name, tensor in (*each.named_parameters(recurse=False), *each.named_buffers(recurse=False)):
-            moved = tensor.detach().to(*args, **kwargs)
-            whole = tensor.to(moved.device)  # modules cast floats alone
-            each._c.setattr(name, moved.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else whole)
-        if each._c.hasattr("_flat_weights"):  # a recurrent layer holds its weights in a list, too
-            each._c.setattr("_flat_weights", [each._c.getattr(name) for name in each._c.getattr("_flat_weights_names")])
-    return module
-
-
-class CudaDevice:
-    """What `flopmeter.cuda` gives: it stands where a device is asked for, and becomes the report."""
-
-    type = "cuda"
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.index = device, device.index
-
-    def __str__(self) -> str:
-        return str(self.device)
-
-
-def _asked_from_below() -> bool:
-    """Whether the code that asks for a property of a tensor runs below the dispatcher."""
-    return _is_below(sys._getframe(2))
-
-
-def _wrapped_from_below() -> bool:
-    """The same where a function of the program stands in for torch's, as in DeepSpeed's zero.Init: torch.ones on meta
-    calls torch.empty."""
-    caller = sys._getframe(2).f_back
-    return caller is not None and _is_below(caller)
-
-
-def _is_below(frame: FrameType) -> bool:
-    name: Any = frame.f_globals.get("__name__", "")
-    return name.startswith(TOLD_THE_TRUTH) and name not in ABOVE_DISPATCHER
-
-
 def _default_is_meta() -> bool:
     """Whether the innermost `with torch.device(...)` names meta."""
     contexts = (mode for mode in reversed(function_modes()) if isinstance(mode, torch_device.DeviceContext))
     return next((mode.device.type == "meta" for mode in contexts), False)
-
-
-_OWN = ("to", "cuda", "type", "pin_memory", "is_pinned", "Generator")
-
-
-def _takers() -> Iterator[tuple[Any, str]]:
-    """The functions of torch and the methods of its tensors that have a keyword `device`."""
-    names = {op.partition(".")[0] for op in _ops_with_device()}
-    for name in sorted((names | {"tensor", "as_tensor", "asarray", "sparse_coo_tensor", "range"}) - set(_OWN)):
-        if callable(getattr(torch, name, None)) and not name.startswith("_"):
-            yield torch, name
-        if hasattr(Tensor, name) and not name.startswith("_"):
-            yield Tensor, name
-    yield Tensor, "new_tensor"
-    yield torch.fft, "fftfreq"
-    yield torch.fft, "rfftfreq"
-    yield torch.nested, "nested_tensor"
-    yield torch.nested, "as_nested_tensor"
-
-
-def _ops_with_device() -> Iterator[str]:
-    for schema in all_schemas():
-        if schema.name.startswith("aten::") and any(argument.name == "device" for argument in schema.arguments):
-            yield schema.name.removeprefix("aten::")
-
-
-def _repr(original: Callable[..., str], cuda: NamedCuda) -> Callable[..., str]:
-    """How a tensor on a GPU prints. Printing reads it, so unknown values print as stand-ins."""
-
-    @functools.wraps(original)
-    def repr_(tensor: Tensor, *, tensor_contents: Any = None) -> str:
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or not cuda.holds(tensor) or tensor_contents is not None:
-            return original(tensor, tensor_contents=tensor_contents)
-        text = original(read_as_printed(tensor.detach()))
-        device = f", device='{cuda.name}'"
-        if tensor.grad_fn is not None:
-            device += f", grad_fn=<{tensor.grad_fn.name()}>"
-        elif tensor.requires_grad:
-            device += ", requires_grad=True"
-        return f"{text[:-1]}{device})"
-
-    return repr_

@@ -130,3 +130,15 @@ class DefaultType:
             return original(cls, *args).to(META)
 
         return new
+
+
+class CudaDevice:
+    """What `flopmeter.cuda` gives: it stands where a device is asked for, and becomes the report."""
+
+    type = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.index = device, device.index
+
+    def __str__(self) -> str:
+        return str(self.device)

@@ -12,7 +12,7 @@ import torch
 from flopmeter.ask.checks import check_whole
 from flopmeter.device.hardware import Hardware
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
-from flopmeter.run.device import CudaDevice
+from flopmeter.run.named_types import CudaDevice
 from flopmeter.run.report import RunReport
 from flopmeter.run.session import ScriptSession, Wishes
 from flopmeter.run.steps import StepsDone

@@ -7,7 +7,7 @@ program that updates its weights without torch's optimizers a step is the time f
 that it trains to the next; where it trains tensors of no module, from one backward() to the next. In inference it is a
 call of the outermost module that the program calls most often, or a replay of its CUDA graph.
 
-A program that was told to stop after so many steps and only infers stops too: after so many calls, and after
+A program that was told to stop after some number of steps and only infers stops too: after that many calls, and after
 CALLS_WATCHED at least, so that what it calls now and then belongs to its rounds. While it may still train (it has made
 an optimizer, or its own code has words of training), it goes on, and after SECONDS_WITHOUT_WORD the user is told how to
 end it; so is one who waits as long between two steps.

@@ -1,10 +1,10 @@
 """PyTorch's caching allocator for CUDA: how much memory it takes from the device.
 
-It follows c10/cuda/CUDACachingAllocator.cpp. Requests are rounded up. Small and large ones of
-each stream have a pool: what one stream has freed serves no other. The free block that fits best is split, and free
-neighbours are merged. Memory comes from the device in segments, which are kept: only when the device has none left are
-unused segments given back. With expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) a pool is one
-segment that grows page by page, and any free page can be given back.
+It follows c10/cuda/CUDACachingAllocator.cpp. Requests are rounded up. Small and large ones of each stream have a pool:
+what one stream has freed serves no other. The free block that fits best is split, and free neighbours are merged.
+Memory comes from the device in segments, which are kept: only when the device has none left are unused segments given
+back. With expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) a pool is one segment that grows page
+by page, and any free page can be given back.
 """
 
 from __future__ import annotations

@@ -71,10 +71,10 @@ MOST_EVEN_HEAD_DIM = 128
 # half: .055 (from prefill on H100 and H200, aiconfigurator@095f58a; .045 to .06 are alike). Backward, as much is
 # assumed (.22).
 # The exponent 1.5 is from the ramp of the curve on H100: 191 TFLOP/s at 512 tokens, where traffic takes half of the
-# time. In FlashAttention-3 a warp of its own loads keys: 2. A kernel that
-# only reads memory need not turn its bus round: over 1 GB of keys and more, -3 reaches .91 to .925 of spec on H100 and
-# H200, where copies reach .85 (same database). The kernel that combines slices loads one at a time in FlashAttention-2
-# (`combine_attn_seqk_parallel` in flash_fwd_kernel.h), and four in -3 (`kStages` in flash_fwd_combine_kernel.h).
+# time. In FlashAttention-3 a warp of its own loads keys: 2. A kernel that only reads memory need not turn its bus
+# round: over 1 GB of keys and more, -3 reaches .91 to .925 of spec on H100 and H200, where copies reach .85 (same
+# database). The kernel that combines slices loads one at a time in FlashAttention-2 (`combine_attn_seqk_parallel` in
+# flash_fwd_kernel.h), and four in -3 (`kStages` in flash_fwd_combine_kernel.h).
 # The cycles of a block: 4,000 (decoding over few keys, in thousands of blocks, same database: 9,450, 11,450 and 8,260
 # cycles each at head dimension 128, 64 and 192 on an L40S, which holds one, and 5,400 on an A100, which holds two);
 # 3,000 to 6,000 are alike for prefill.

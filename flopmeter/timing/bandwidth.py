@@ -181,8 +181,8 @@ def integer_seconds(operations: int, hardware: Hardware) -> float:
 
 
 def issuing_seconds(instructions: int, hardware: Hardware, share: float = 1.0) -> float:
-    """Time in which the SMs of a GPU start so many threads' instructions; elsewhere that is not known. `share`: of what
-    they could start."""
+    """Time in which the SMs of a GPU start that many instructions of single threads; not known elsewhere, so 0.
+    `share`: of what they could start."""
     if not instructions or hardware.vendor not in ("nvidia", "amd"):
         return 0.0
     started = issued_lanes(hardware) * hardware.sm_count * share
@@ -190,8 +190,8 @@ def issuing_seconds(instructions: int, hardware: Hardware, share: float = 1.0) -
 
 
 def narrow_unit_seconds(operations: int, lanes_per_sm: int, hardware: Hardware) -> float:
-    """Time of operations on a unit with so many lanes. A device without SMs (a TPU) is taken to have as many beside
-    those for fp32 as an SM, whose integer units are half of them."""
+    """Time of operations on a unit with that many lanes in each SM. A device without SMs (a TPU) is taken to have as
+    many beside those for fp32 as an SM, whose integer units are half of them."""
     if not operations:
         return 0.0
     cycles = operations / (lanes_per_sm * hardware.sm_count)

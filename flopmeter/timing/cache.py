@@ -109,7 +109,7 @@ def _left(written: float, cache: int, moment: _Moment) -> float:
 
 
 def _share(passed: float, cache: int) -> float:
-    """The share of a tensor that is still in the cache after so many bytes, this kernel's included, passed it."""
+    """The share of a tensor that is still in the cache after that many bytes, this kernel's included, passed it."""
     beyond = passed / cache - constants.CACHE_SHARE_WITHOUT_MISSES
     return min(1.0, max(0.0, 1.0 - beyond / constants.CACHES_UNTIL_ALL_MISS))
 

@@ -77,7 +77,7 @@ class _Task:
         self.sides: list[tuple[_Queued, int]] = []
         self.left = 0.0  # seconds, were it alone
         self.rate = 1.0
-        self.since = 0.0  # when `left` was so much
+        self.since = 0.0  # the time at which that was left
         self.version = 0  # of its end among the events, which moves with the rate
         self.moves = 0.0  # of a transfer: how long its bytes move, after its latency, were it alone
         self.is_moving = self.is_transfer = False

@@ -193,8 +193,8 @@ CONVERSIONS: Mapping[tuple[str, float], int] = {("amd", 2): 5, ("nvidia", 4): 3}
 # cycles, beside its traffic. (.56 ms for 256 images of 3 channels, .14 for 64; full tiles 1.9 and, in fp32, 2.8 ns.)
 CONVERTED_TILE_SIDE = 32
 CONVERTED_TILE_CYCLES = 366
-# Channels are padded to 16 bytes first: in NCHW by the same kernel, in NHWC by `nhwcAddPaddingKernel`, with so many
-# integer operations for each element that it reads (217 and 249 us for 38.5 million in bf16 and fp32).
+# Channels are padded to 16 bytes first: in NCHW by the same kernel, in NHWC by `nhwcAddPaddingKernel`, with this
+# many integer operations for each element that it reads (217 and 249 us for 38.5 million in bf16 and fp32).
 PADDED_BYTES = 16
 PADDING_OPERATIONS = 100
 # Where these 16 bytes are all of a pixel, the threads of the implicit GEMM work out the place of each. 2 x 50,176 x 768
@@ -219,9 +219,9 @@ DEPTHWISE_SHARE_LARGE = 0.012
 # gradient asks for each tap whether an output lies there, whatever the stride: it takes 276 to 288, 312 to 388 and 760.
 DEPTHWISE_PLACE_OPERATIONS, DEPTHWISE_VISIT_OPERATIONS, DEPTHWISE_GRADIENT_VISIT_OPERATIONS = 73, 10, 14
 DEPTHWISE_GRADIENT_OPERATIONS = {9: 285, 25: 340}  # by taps, of the kernels that the compiler unrolls
-# For a weight's gradient the warps of a block take image after image, 32 positions at a time: so many instructions for
-# each of both. From 17 shapes there, of which all but one are met within a fifth; images of 7 x 7 take 2.4 times as
-# much for an element as large ones.
+# For a weight's gradient the warps of a block take image after image, 32 positions at a time: this many instructions
+# for an image, and for 32 positions. From 17 shapes there, of which all but one are met within a fifth; images of 7 x 7
+# take 2.4 times as much for an element as large ones.
 DEPTHWISE_IMAGE_INSTRUCTIONS, DEPTHWISE_POSITIONS_INSTRUCTIONS = 50, 24
 
 # cuDNN runs dense 3x3 convolutions on vector units as Winograd's F(4x4, 3x3): a 6x6 patch of the input

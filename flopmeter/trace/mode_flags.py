@@ -6,13 +6,12 @@ from flopmeter.torch_names import private
 
 
 def tell_modes() -> None:
-    """Set torch's flags to the modes of this thread. A mode sets them when it is entered, and restores what it found
-    when it is left. Where modes of two threads overlap, the one that is left last restores what the other had set, and
-    that stays: guards of compiled functions, which read the flags, then fail at each call.
+    """Set torch's flags to the modes of this thread.
 
-    A mode sets them when it is entered, and when it is left sets them back to what it found. Where modes of two threads
-    overlap, the one that is left last sets them back to what the other had set, and they stay so: guards of compiled
-    functions, which read them, then fail at each call."""
+    A mode sets them when it is entered, and restores what it found when it is left. Where modes of two threads overlap,
+    the one that is left last restores what the other had set, and that stays: guards of compiled functions, which read
+    the flags, then fail at each call.
+    """
     modes = private.dispatch_mode_stack()
     visible = any(not mode.ignore_compile_internals() for mode in modes)
     for flag, is_set in (

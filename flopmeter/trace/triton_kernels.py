@@ -23,13 +23,7 @@ from flopmeter.known_values.values import no_modes
 from flopmeter.records import TritonBody
 from flopmeter.torch_names.operators import Overloads
 from flopmeter.torch_names.own_operators import own
-from flopmeter.torch_names.private import (
-    HOST_DESCRIPTORS,
-    TRITON,
-    TRITON_TTIR,
-    lost,
-    no_dispatch_modes,
-)
+from flopmeter.torch_names.private import HOST_DESCRIPTORS, TRITON, TRITON_TTIR, lost, no_dispatch_modes
 from flopmeter.torch_names.shared_patch import SharedPatch
 from flopmeter.trace.triton_tuning import FIRST_FITTING, first_fitting
 from flopmeter.trace.ttir import body_of, parse

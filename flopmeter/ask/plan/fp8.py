@@ -2,8 +2,8 @@
 
 Activations and gradients are cast with the largest value of the tensor, activations to e4m3 and gradients to e5m2.
 Parameters are cast as shards and gathered by FSDP2 in fp8 (`enable_fsdp_float8_all_gather`). What tensor parallelism
-gathers is in bf16 here, where torchao casts before. Casts are kernels of
-their own where layers run eagerly, and fuse with their neighbours where they are compiled.
+gathers is in bf16 here, where torchao casts before. Casts are kernels of their own where layers run eagerly, and fuse
+with their neighbours where they are compiled.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.rows import ParallelPlan, SplitRow
 from flopmeter.ask.plan.search import Search
 from flopmeter.ask.plan.splits import Bounds, PlanError, checked_wishes
-from flopmeter.ask.plan.subject import Loss, Styles, subject_of
+from flopmeter.ask.plan.subject import Loss, Styles, Subject, subject_of
 from flopmeter.ask.workers import results_of
-from flopmeter.device.cluster import AnyCluster, cluster_of
-from flopmeter.device.hardware import AnyHardware, load_hardware
+from flopmeter.device.cluster import AnyCluster, Cluster, cluster_of
+from flopmeter.device.hardware import AnyHardware, Hardware, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.timing.peak_memory import usable_bytes_if_known
@@ -81,33 +81,29 @@ def plan(
     """
     device = load_hardware(hardware)
     links = cluster_of(device, cluster)
-    _check(whole, rows, mode, loss, tensor_parallel)
+    _check_rows(rows, whole)
+    _check_program(mode, loss, tensor_parallel)
     check_whole(PlanError, world=world, batch=batch, length=length, workers=workers)
     check_positive(PlanError, memory=memory, dollars_per_gpu_hour=dollars_per_gpu_hour)
     check_flags(async_tp=async_tp, fp8=fp8)
-    if fp8 and "fp8" not in device.matrix_tflop_per_s:
-        raise PlanError(f"fp8: {device.title} has no matrix units for it")
+    _check_fp8(fp8, device)
     checked_delays(delays)
     wishes = checked_wishes(only or {})
+    links.check_size(world)
+
     if meter_options.get("compile") is True and mode == "eager":
         mode = "compiled"  # what the compiler made has no eager run
-    links.check_size(world)
     subject = subject_of(build, tensor_parallel, loss, fp8)
-    sequences, tokens = batch or world, length or min(USUAL_LENGTH, subject.longest or USUAL_LENGTH)
+    tokens = length or min(USUAL_LENGTH, subject.longest or USUAL_LENGTH)
+    bounds = _bounds(subject, links, world, batch or world, tokens, mode)
     usable = usable_bytes_if_known(device) if memory is None else round(memory)
-    bounds = Bounds(
-        world, sequences, tokens, len(subject.kinds), subject.heads, links.gpus_per_node, subject.experts,
-        can_defer=mode == "eager",  # torch's schedules do not split backward passes of compiled stages
-    )  # fmt: skip
-    where = Where(tokens, device, links, mode, meter_options)
-    search = Search(subject, bounds, where, usable, async_tp)
+    search = Search(subject, bounds, Where(tokens, device, links, mode, meter_options), usable, async_tp)
     run = partial(results_of, workers=workers, executor=executor, progress=progress)
     shown = search.rows(wishes, rows, whole, dollars_per_gpu_hour, run)
-    notes = [
+    notes = (
         *notes_of(subject, links.title_around(device), batch, length, bounds, meter_options.get("causal", "full")),
-        *map(compared, shown),
-        *search.notes(), *cautions(shown, async_tp, fp8 and mode == "eager", delays),
-    ]  # fmt: skip
+        *map(compared, shown), *search.notes(), *cautions(shown, async_tp, fp8 and mode == "eager", delays),
+    )  # fmt: skip
     return ParallelPlan(
         title=search.title,
         rows=tuple(_delayed(row, delays) for row in shown),
@@ -124,14 +120,28 @@ def _delayed(row: SplitRow, delays: Delays) -> SplitRow:
     return replace(row, seconds=seconds, seconds_by_bound=by_bound, mfu=row.mfu * row.seconds / seconds)
 
 
-def _check(whole: int, rows: int, mode: Mode, loss: Loss | None, styles: Styles | None) -> None:
-    """Raises PlanError for what makes no sense, before the model is built."""
+def _bounds(subject: Subject, links: Cluster, world: int, sequences: int, tokens: int, mode: Mode) -> Bounds:
+    return Bounds(
+        world, sequences, tokens, len(subject.kinds), subject.heads, links.gpus_per_node, subject.experts,
+        can_defer=mode == "eager",  # torch's schedules do not split backward passes of compiled stages
+    )  # fmt: skip
+
+
+def _check_rows(rows: int, whole: int) -> None:
     check_whole(PlanError, rows=rows)
     check_whole(PlanError, least=0, whole=whole)
     if whole > rows:
         raise PlanError(f"whole={whole} of {rows} rows cannot be metered: give rows={whole} too")
+
+
+def _check_program(mode: Mode, loss: Loss | None, styles: Styles | None) -> None:
     mode_called(mode, PlanError)
     if loss is not None:
         check_callable("loss must be a function of the model and token ids", loss)
     if styles is not None:
         check_mapping("{'layers.*.up': ColwiseParallel()}", tensor_parallel=styles)
+
+
+def _check_fp8(fp8: bool, device: Hardware) -> None:
+    if fp8 and "fp8" not in device.matrix_tflop_per_s:
+        raise PlanError(f"fp8: {device.title} has no matrix units for it")

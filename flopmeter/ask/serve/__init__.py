@@ -1,8 +1,13 @@
-"""Serving a language model: decoder.py has its steps, steps.py their prices, formats.py weights and caches in fewer
-bits, slo.py the latencies to keep to, queue.py the arithmetic of many requests, serving.py the answer, picture.py its
-picture."""
+"""Serving a language model.
+
+language_config.py finds the model, tensor_parallel.py splits it over GPUs, decoder.py runs its steps with what a server
+adds (cache.py, paged_attention.py, linear_attention.py, engine.py). steps.py prices a step, formats.py with weights and
+caches in fewer bits. queue.py has the arithmetic of many requests, server.py what one device gives, slo.py the
+latencies to keep to; serving.py asks each device, rows.py is the answer and picture.py its picture.
+"""
 
 from flopmeter.ask.serve.cache import ServingError
-from flopmeter.ask.serve.serving import Serving, ServingRow, serving
+from flopmeter.ask.serve.rows import Serving, ServingRow
+from flopmeter.ask.serve.serving import serving
 
 __all__ = ["Serving", "ServingError", "ServingRow", "serving"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from flopmeter.ask.serve.serving import Serving
+from flopmeter.ask.serve.rows import Serving, ServingRow
 from flopmeter.report.plots import PlotError, new_figure, plain_log_ticks
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
@@ -28,18 +28,7 @@ def serving_curves(result: Serving) -> Any:
     fastest = max(point.tokens_per_s_per_gpu for row in result.rows for point in row.points)
     for panel, (name, label) in zip(panels, shown, strict=True):
         for place, row in enumerate(result.rows):
-            colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
-            rates = [point.tokens_per_s_per_gpu for point in row.points]
-            latencies = [getattr(point, f"{name}_seconds") * 1e3 for point in row.points]
-            panel.plot(rates, latencies, color=colour, marker=marker, ms=4, lw=1.2, label=row.hardware)
-            for point, rate, latency in zip(row.points, rates, latencies, strict=True):
-                if rate >= _ROOM * fastest:  # left of it points are too close for numbers
-                    panel.annotate(
-                        str(point.batch), (rate, latency), (4, -8), textcoords="offset points", fontsize=7, color=colour
-                    )
-            if row.best is not None:
-                best = getattr(row.best, f"{name}_seconds") * 1e3
-                panel.plot([row.best.tokens_per_s_per_gpu], [best], color=colour, marker="*", ms=12, mec="black")
+            _draw_curve(panel, row, f"{name}_seconds", place, fastest)
         if name in result.slo:
             panel.axhline(result.slo[name] * 1e3, color="black", ls="--", lw=1)
         panel.set(xlabel="tokens/s per GPU", ylabel=f"{label} (ms)", yscale="log")
@@ -53,3 +42,17 @@ def serving_curves(result: Serving) -> Any:
         title="numbers: requests at a time · star: what the table has",
     )  # fmt: skip
     return figure
+
+
+def _draw_curve(panel: Any, row: ServingRow, latency: str, place: int, fastest: float) -> None:
+    """The points of one device. `latency` names a field of ServingPoint."""
+    colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
+    rates = [point.tokens_per_s_per_gpu for point in row.points]
+    milliseconds = [getattr(point, latency) * 1e3 for point in row.points]
+    panel.plot(rates, milliseconds, color=colour, marker=marker, ms=4, lw=1.2, label=row.hardware)
+    for point, rate, ms in zip(row.points, rates, milliseconds, strict=True):
+        if rate >= _ROOM * fastest:  # left of it points are too close for numbers
+            panel.annotate(str(point.batch), (rate, ms), (4, -8), textcoords="offset points", fontsize=7, color=colour)
+    if row.best is not None:
+        best = getattr(row.best, latency) * 1e3
+        panel.plot([row.best.tokens_per_s_per_gpu], [best], color=colour, marker="*", ms=12, mec="black")

@@ -53,16 +53,14 @@ WELFORD_OPERATIONS = 10
 
 
 class _RowKernel(NamedTuple):
-    """The kernel for aligned rows. In operations of a thread: to combine its result with others', to add an element to
-    it, and all on an element. In cycles of a block that is alone on its SM: to combine, and to add an element. The rest
-    as in the records."""
+    """The kernel for aligned rows. Operations are of a thread, cycles of a block that is alone on its SM."""
 
-    combining: int
-    updating: int
-    operations: int
+    combining: int  # operations to combine its result with those of other threads
+    updating: int  # operations to add an element to its result
+    operations: int  # all on an element
     combining_cycles: int
-    element_cycles: int
-    among_others: int
+    element_cycles: int  # to add an element
+    among_others: int  # as in BlockTime
     registers: Registers
 
 
@@ -102,19 +100,15 @@ CUDNN_BLOCKS_OF_IMAGE = 13
 def layer_norm(call: Call) -> Cost:
     """Sum 1, sum of squares 2, centre 1, divide 1, then weight 1 and bias 1 where there are any."""
     x, *affine = call.inputs
-    kernel = LAYER_NORM_FP32 if x.dtype == torch.float32 else LAYER_NORM
-    rereads = _forward_rows(call, x, kernel) if _is_aligned(call) else _element_by_element(call, x)
+    rereads = _normalized_rows(call, x, LAYER_NORM_FP32 if x.dtype == torch.float32 else LAYER_NORM)
     return make_cost(call, NORMALIZATION, (5 + len(affine)) * x.numel, rereads=rereads)
 
 
 @rule(aten.native_layer_norm_backward)
 def layer_norm_backward(call: Call) -> Cost:
     """Gradients of the input 10, of the weight 2, of the bias 1, as the output mask asks for them."""
-    per_element, grad = _wanted(call), call.inputs[0]
-    rereads = _row_rereads(call, grad, 2, OPERATIONS_TO_ADD)  # of the gradient and of x
-    if any(call.argument("output_mask")[1:]):
-        rereads += _over_rows(call, grad, 4)  # mean and deviation are shuffled
-    return make_cost(call, NORMALIZATION, per_element * grad.numel, rereads=rereads)
+    rereads = _rows_of_gradients(call, 4)  # mean and deviation are shuffled
+    return make_cost(call, NORMALIZATION, _wanted(call) * call.inputs[0].numel, rereads=rereads)
 
 
 @rule(aten.native_group_norm)
@@ -167,8 +161,7 @@ def _wanted(call: Call) -> int:
 def rms_norm(call: Call) -> Cost:
     """Square and sum 2, multiply by the reciprocal root 1, weight 1."""
     x, *weight = call.inputs
-    kernel = RMS_NORM_FP32 if x.dtype == torch.float32 else RMS_NORM
-    rereads = _forward_rows(call, x, kernel) if _is_aligned(call) else _element_by_element(call, x)
+    rereads = _normalized_rows(call, x, RMS_NORM_FP32 if x.dtype == torch.float32 else RMS_NORM)
     return make_cost(call, NORMALIZATION, (3 + len(weight)) * x.numel, rereads=rereads)
 
 
@@ -177,11 +170,9 @@ def rms_norm_backward(call: Call) -> Cost:
     """Input: dy·w 1, its sum with x 2, normalized x 1, scale and subtract 2, times the reciprocal root 1;
     weight: multiply and sum 2."""
     wants_input, wants_weight = call.argument("output_mask")
-    grad = call.inputs[0]
-    rereads = _row_rereads(call, grad, 2, OPERATIONS_TO_ADD)
-    if wants_weight:
-        rereads += _over_rows(call, grad, 3)  # the deviation is shuffled
-    return make_cost(call, NORMALIZATION, (7 * wants_input + 2 * wants_weight) * grad.numel, rereads=rereads)
+    rereads = _rows_of_gradients(call, 3)  # the deviation is shuffled
+    flops = (7 * wants_input + 2 * wants_weight) * call.inputs[0].numel
+    return make_cost(call, NORMALIZATION, flops, rereads=rereads)
 
 
 @rule(
@@ -288,17 +279,27 @@ def _is_training(call: Call) -> bool:
     return bool(call.argument("training"))
 
 
+def _normalized_rows(call: Call, x: TensorSpec, kernel: _RowKernel) -> tuple[Reread, ...]:
+    """Layer and RMS norm: `kernel` loads four elements at a time, and takes no rows of another number."""
+    if prod(call.argument("normalized_shape")) % LAYER_NORM_ELEMENTS:
+        return _element_by_element(call, x)
+    return _forward_rows(call, x, kernel)
+
+
+def _rows_of_gradients(call: Call, loads: int) -> tuple[Reread, ...]:
+    """Their backward passes: the gradient and x are read again, and once more by the kernel for the gradients of the
+    weights, where these are asked for. `loads`: of a thread of that kernel, and shuffles, in each row."""
+    grad = call.inputs[0]
+    rereads = _row_rereads(call, grad, 2, OPERATIONS_TO_ADD)
+    return rereads + _over_rows(call, grad, loads) if any(call.argument("output_mask")[1:]) else rereads
+
+
 def _row_rereads(call: Call, x: TensorSpec, tensors: int, operations: int) -> tuple[Reread, ...]:
-    """Layer and RMS norm: each row of that many tensors like `x` is read again. `operations`: of a thread."""
+    """Each row of that many tensors like `x` is read again. `operations`: of a thread."""
     columns = max(1, prod(call.argument("normalized_shape")))
     rows, row_bytes = x.numel // columns, tensors * columns * x.dtype.itemsize
     accesses = 2 * ceil(columns / (LAYER_NORM_THREADS * LAYER_NORM_ELEMENTS))
     return (Reread(tensors * x.nbytes, rows, row_bytes, LAYER_NORM_THREADS, operations, accesses),)
-
-
-def _is_aligned(call: Call) -> bool:
-    """Whether the kernel that loads four elements at a time can take it."""
-    return not prod(call.argument("normalized_shape")) % LAYER_NORM_ELEMENTS
 
 
 def _element_by_element(call: Call, x: TensorSpec) -> tuple[Reread, Reread]:
@@ -435,5 +436,5 @@ def _as_kernel(rows: Reread) -> Reread:
 
 
 def read_by_another_kernel(x: TensorSpec, tensors: int = 1) -> Reread:
-    """A second kernel that reads that many tensors like `x`, before the first goes through all of it or after."""
+    """A second kernel that reads that many tensors like `x`, before or after the first goes through all of it."""
     return _as_kernel(Reread(tensors * x.nbytes, 1, tensors * x.nbytes, BLOCK_THREADS))

@@ -12,11 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.index_arithmetic import (
-    CAST_OPERATIONS,
-    SINGLE_CAST_OPERATIONS,
-    index_operations,
-)
+from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, SINGLE_CAST_OPERATIONS, index_operations
 from flopmeter.costs.rules import (
     COMPLEX_ADD,
     COMPLEX_DIVIDE,

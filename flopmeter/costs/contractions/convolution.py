@@ -23,9 +23,9 @@ _GENERAL = (aten.convolution, aten._convolution)  # they say whether it is trans
 def convolution(call: Call) -> tuple[Cost, ...]:
     """An implicit matmul of [output positions, (C_in/groups)·kernel] with the filters, per group.
 
-    A transposed convolution does the same arithmetic with input and output exchanged. The full kernel is
-    counted at the border, padding included. cuDNN reads operands that are dense in its
-    layout; others are copied to that layout first. The bias is added by a kernel of its own.
+    A transposed convolution does the same arithmetic with input and output exchanged. The full kernel is counted at the
+    border, padding included. cuDNN reads operands that are dense in its layout; others are copied to that layout first.
+    The bias is added by a kernel of its own.
     """
     x, weight = call.inputs[:2]
     (out,) = call.outputs

@@ -5,8 +5,8 @@ kernel; matmuls, convolutions and fused attention stay the libraries' (inductor 
 or cuDNN by default). In order: layout.py says which convolutions run channels-last, atomics.py what is added without a
 sort, graphs.py where a compiled graph ends, roles.py what may fuse; parts.py and upcasts.py cut kernels as inductor
 schedules them, recompute.py says what backward computes again, inlining.py what each reader computes for itself;
-dataflow.py follows who reads what, grouping.py makes the kernels, traffic.py counts their bytes, and memory.py says
-what is in memory when.
+dataflow.py follows who reads what, grouping.py makes the kernels, traffic.py counts their bytes, kernel_costs.py
+puts their costs together, and memory.py says what is in memory when.
 
 A fused kernel reads each region from memory once. It writes what another kernel reads (a saved activation in
 backward) and what a Python object still holds after the graph has ended: a result of the graph. A value that nobody
@@ -22,32 +22,28 @@ at 250 arguments, as eager PyTorch splits its own); they do not fuse with ops on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from math import ceil
 from typing import NamedTuple
 
 import torch
 
 from flopmeter.costs import make_cost
-from flopmeter.costs.fused import flops_of, grid_of, is_held, name_of, slowest_class, vector_work, walk_of
-from flopmeter.costs.instructions import OF_REDUCTIONS, of_eager_op
 from flopmeter.launch.fusion.atomics import with_atomic_additions
 from flopmeter.launch.fusion.dataflow import flow_of
 from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, numbered, pass_of, tensors_of, whole_program
 from flopmeter.launch.fusion.grouping import Groups
 from flopmeter.launch.fusion.inlining import inlined
+from flopmeter.launch.fusion.kernel_costs import FusedCosts, padded
 from flopmeter.launch.fusion.layout import in_chosen_layout
 from flopmeter.launch.fusion.memory import lives_of, made_in_graphs
 from flopmeter.launch.fusion.parts import Part, parts_of
 from flopmeter.launch.fusion.recompute import with_recomputation
-from flopmeter.launch.fusion.roles import OPAQUE, Loops, splits_of
+from flopmeter.launch.fusion.roles import OPAQUE
 from flopmeter.launch.fusion.traffic import Traffic
 from flopmeter.launch.fusion.upcasts import with_upcasts
 from flopmeter.launch.fusion.zero_gradients import with_zero_gradients
-from flopmeter.records import RANDOM, Cost, Kernel, Life, MatmulWork, Op, Region, Reread, ThreadGrid, Trace, VectorWork
-from flopmeter.records.dtypes import item_bytes_of
-from flopmeter.torch_names.operators import aten
+from flopmeter.records import RANDOM, Cost, Kernel, Life, Op, Region, Trace, VectorWork
 
 __all__ = [
     "CompiledRegion", "NOTE", "fuse", "graphs_of", "numbered", "padded", "pass_of", "tensors_of", "whole_program",
@@ -78,30 +74,24 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
     flow = flow_of(parts)
     groups = Groups(parts, flow)
     traffic = Traffic(parts, trace, flow, groups)
-    costs: dict[tuple[tuple[Cost, ...], int, bool, int, int, Loops | None], Cost] = {}
+    costs, draws = FusedCosts(), _draws_of(parts)
     libraries: dict[Cost, Cost] = {}
-    draws = _draws_of(parts)
     fused, order = [], groups.in_order()
     for group in order:
         members = sorted(group, key=lambda member: parts[member].source)
-        first = parts[members[0]]
-        ops = tuple({id(op): op for op in (_op(parts[member], kernels) for member in members)}.values())
+        own = [parts[member] for member in members]
+        first = own[0]
         if first.graph is None:
             fused.append(kernels[first.source])
             continue
+        ops = tuple({id(op): op for op in (_op(part, kernels) for part in own)}.values())
         if first.role is OPAQUE:
-            cost = padded(kernels[first.source], libraries)
-            fused.append(Kernel(ops, cost, 0, 0))
+            fused.append(Kernel(ops, padded(kernels[first.source], libraries), 0, 0))
             continue
-        drawing = [parts[member].op for member in members if _draws(parts[member])]
+        drawing = [part.op for part in own if _draws(part)]
         if drawing and first.graph in draws:
             fused.append(_seeds(drawing[0], draws.pop(first.graph)))
-        own = [parts[member] for member in members]
-        moved, loops = traffic.of_group(members), groups.loops_of(members[0])
-        key = (tuple(part.cost for part in own), _random_numbers(own), _is_softmax(own), *moved, loops)
-        if key not in costs:
-            costs[key] = _fused_cost(*key)
-        fused.append(Kernel(ops, costs[key], 0, 0))
+        fused.append(Kernel(ops, costs.of(own, traffic.of_group(members), groups.loops_of(members[0])), 0, 0))
     return Fused(fused, lives_of(parts, flow, traffic, order, trace, made_in_graphs(kernels, graphs, trace)))
 
 
@@ -138,83 +128,3 @@ def _places(kernels: list[Kernel], trace: Trace) -> list[int]:
         return [place[id(kernel.op)] for kernel in kernels]
     except KeyError:
         raise ValueError("fuse() takes the kernels of the trace that is given with them: kernels_of(trace)") from None
-
-
-def _random_numbers(parts: Iterable[Part]) -> int:
-    """How many the kernel draws: an op's numbers stay in registers for all parts that need them."""
-    drawn = {part.source: part.cost.work.random_numbers for part in parts if isinstance(part.cost.work, VectorWork)}
-    return sum(drawn.values())
-
-
-def _is_softmax(parts: Iterable[Part]) -> bool:
-    """Whether the kernel takes a softmax's maximum and sum; that of a backward pass may only apply them again."""
-    return any(part.role.loops is not None and part.cost.name in _SOFTMAXES for part in parts)
-
-
-_SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax"}
-
-
-def _fused_cost(
-    parts: tuple[Cost, ...],
-    random_numbers: int,
-    is_softmax: bool,
-    bytes_read: int,
-    bytes_written: int,
-    loops: Loops | None,
-) -> Cost:
-    """One kernel of inductor's for all parts. FLOPs keep their classes, those of the kernel's own class first.
-
-    Traits of eager kernels are dropped: how they walk memory, serial loops, index arithmetic (in a compiled kernel
-    sizes are constants).
-    """
-    main = max(parts, key=lambda part: part.bytes)
-    largest = max((region.nbytes for part in parts for region in part.reads), default=0)
-    op_class = slowest_class([part.op_class for part in parts]) or main.op_class
-    walk, grid = _walk_of(loops, min(largest, bytes_read), bytes_written) if loops else ((), None)
-    dtype = max(parts, key=lambda part: (part.flops, part.bytes)).dtype
-    accesses = int((bytes_read + bytes_written) / item_bytes_of(dtype))  # each a load or a store
-    return replace(
-        main,
-        name=name_of(part.name for part in parts),
-        op_class=op_class,
-        flops_by_class=flops_of(op_class, (part.flops_by_class for part in parts)),
-        reads=(Region(None, bytes_read),),
-        writes=(Region(None, bytes_written),),
-        dtype=dtype,
-        transcendentals=sum(part.transcendentals for part in parts),
-        fused_multiply_add=all(part.fused_multiply_add for part in parts if part.flops),
-        access="fused",
-        work=vector_work(
-            walk,
-            grid,
-            random_numbers,
-            _instructions(parts, loops, is_softmax=is_softmax) + accesses,
-            reduces=loops is not None,
-        ),
-    )
-
-
-def _instructions(parts: tuple[Cost, ...], loops: Loops | None, *, is_softmax: bool) -> int:
-    """Of all threads. A softmax over rows that registers do not hold takes its maximum and sum in one pass."""
-    of_softmax = 0
-    if is_softmax and loops is not None and not is_held(loops.reduced, is_inner=loops.is_inner):
-        with_cast = OF_REDUCTIONS["online_softmax_reduce"][1] + 1
-        of_softmax = with_cast * loops.kept * loops.reduced
-    return of_softmax + sum(of_eager_op(part) for part in parts if not (of_softmax and part.name in _SOFTMAXES))
-
-
-def _walk_of(loops: Loops, read_bytes: int, bytes_written: int) -> tuple[tuple[Reread, ...], ThreadGrid | None]:
-    splits = splits_of(loops)
-    rows, reduced = loops.kept * splits, ceil(loops.reduced / splits)
-    walk = walk_of(rows, reduced, read_bytes, bytes_written, is_inner=loops.is_inner)
-    return walk, grid_of(rows, reduced, is_inner=loops.is_inner)
-
-
-def padded(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
-    """The kernel stays as it is, but torch/_inductor/fx_passes/pad_mm.py pads matmuls where its benchmark says so."""
-    cost, work = kernel.cost, kernel.cost.work
-    if kernel.op.packet not in (aten.mm, aten.addmm, aten.bmm) or not isinstance(work, MatmulWork):
-        return cost
-    if cost not in known:
-        known[cost] = replace(cost, work=work._replace(may_pad=True))
-    return known[cost]

@@ -67,7 +67,7 @@ def inlined(parts: list[Part], trace: Trace) -> list[Part]:
     each operand."""
     flow = flow_of(parts)
     lifetimes = Lifetimes(parts, trace)
-    inline, dead = _inlined(parts, flow, lifetimes), _dead(parts, flow, lifetimes, trace)
+    inline, dead = _Inlining(parts, flow, lifetimes).places(), _dead(parts, flow, lifetimes, trace)
     copies, made = Copies(), []
 
     def emit(reader: int, own: Part, reads: list[tuple[Touch, list[Value]]]) -> None:
@@ -175,48 +175,57 @@ def _dead(parts: list[Part], flow: Flow, lifetimes: Lifetimes, trace: Trace) -> 
     return dead
 
 
-def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
-    """The places of the parts that get no loop of their own."""
-    last_write: dict[tuple[int, int | None], int] = {}
-    writers: defaultdict[int, set[int]] = defaultdict(set)
-    for place, values in enumerate(flow.writes):
-        for value in values:
-            last_write[value.touch.storage, parts[place].graph] = place
-            writers[value.touch.storage].add(place)
+class _Inlining:
+    """Finds the parts that get no loop of their own."""
 
-    def makes_one_value(place: int) -> bool:
-        """Element by element, of inputs that stay as they are, and alone in its storage; others that nobody wants are
-        not made."""
-        part, made = parts[place], flow.writes[place]
+    def __init__(self, parts: list[Part], flow: Flow, lifetimes: Lifetimes):
+        self._parts, self._flow, self._lifetimes = parts, flow, lifetimes
+        self._last_write: dict[tuple[int, int | None], int] = {}  # by storage and graph
+        self._writers: defaultdict[int, set[int]] = defaultdict(set)
+        for place, values in enumerate(flow.writes):
+            for value in values:
+                self._last_write[value.touch.storage, parts[place].graph] = place
+                self._writers[value.touch.storage].add(place)
+        self._leaves: dict[int, set[tuple[int, ...]]] = {}  # what a part reads from memory, inlined parts included
+        self._found: set[int] = set()
+
+    def places(self) -> set[int]:
+        for place in range(len(self._parts)):
+            readers = {reader for value in self._flow.writes[place] for reader in value.readers}
+            if not self._makes_one_value(place) or not self._only_loops_read(place, readers):
+                continue
+            self._leaves[place] = leaves = self._read_from_memory(place)
+            is_shared = len(readers) > 1 or any(self._parts[reader].role.rereads for reader in readers)
+            if len(leaves) <= (MOST_READS_SHARED if is_shared else MOST_READS):
+                self._found.add(place)
+        return self._found
+
+    def _makes_one_value(self, place: int) -> bool:
+        """Whether it makes a value element by element, of inputs that stay as they are, alone in its storage. Further
+        values that nobody wants do not count: they are not made."""
+        part, made = self._parts[place], self._flow.writes[place]
         if part.graph is None or not is_pointwise(part.role):
             return False
-        if _puts_together(part) and _is_stored(parts, flow, place, found):
+        if _puts_together(part) and _is_stored(self._parts, self._flow, place, self._found):
             return False
-        storages = {each.touch.storage for each in made if each.readers or lifetimes.outlives_graph(each)}
-        return [writers[storage] for storage in storages] == [{place}] and all(
-            last_write.get((touch.storage, part.graph), -1) < place for touch, _ in flow.reads[place]
+        storages = {each.touch.storage for each in made if each.readers or self._lifetimes.outlives_graph(each)}
+        return [self._writers[storage] for storage in storages] == [{place}] and all(
+            self._last_write.get((touch.storage, part.graph), -1) < place for touch, _ in self._flow.reads[place]
         )
 
-    def only_loops_read(place: int, readers: set[int]) -> bool:
+    def _only_loops_read(self, place: int, readers: set[int]) -> bool:
+        parts = self._parts
         roles = [parts[reader].role for reader in readers if parts[reader].graph == parts[place].graph]
         join = len(roles) == len(readers) and all(role.joins_producers and role.lists == 0 for role in roles)
-        return join and bool(readers) and not any(map(lifetimes.outlives_graph, flow.writes[place]))
+        return join and bool(readers) and not any(map(self._lifetimes.outlives_graph, self._flow.writes[place]))
 
-    found: set[int] = set()
-    leaves: dict[int, set[tuple[int, ...]]] = {}  # what a part reads from memory, those inlined into it included
-    for place in range(len(parts)):
-        readers = {reader for value in flow.writes[place] for reader in value.readers}
-        if not makes_one_value(place) or not only_loops_read(place, readers):
-            continue
-        leaves[place] = set()
-        for touch, made in flow.reads[place]:
-            inner = [value for value in made if value.kernel in found]
+    def _read_from_memory(self, place: int) -> set[tuple[int, ...]]:
+        leaves: set[tuple[int, ...]] = set()
+        for touch, made in self._flow.reads[place]:
+            inner = [value for value in made if value.kernel in self._found]
             if inner:  # of another part of a value, other elements are read
                 part = () if touch.nbytes == inner[0].touch.nbytes else (touch.start, touch.stop)
-                leaves[place] |= {(*leaf, *part) for leaf in leaves[inner[0].kernel]}
+                leaves |= {(*leaf, *part) for leaf in self._leaves[inner[0].kernel]}
             else:
-                leaves[place].add(touch)
-        is_shared = len(readers) > 1 or any(parts[reader].role.rereads for reader in readers)
-        if len(leaves[place]) <= (MOST_READS_SHARED if is_shared else MOST_READS):
-            found.add(place)
-    return found
+                leaves.add(touch)
+        return leaves

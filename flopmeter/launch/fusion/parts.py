@@ -48,7 +48,7 @@ def fresh_storage() -> int:
 
 
 def parts_of(kernels: list[Kernel], graphs: list[int | None], places: list[int]) -> list[Part]:
-    """In the program's order."""
+    """The parts of the kernels, in the program's order."""
     made: dict[tuple[Cost, bool], tuple[tuple[Cost, Role], ...]] = {}
     own: dict[int, Op] = {}  # by op: with the storages that its parts hand to one another
     parts: list[Part] = []

@@ -21,7 +21,6 @@ from flopmeter.torch_names.operators import aten
 NEARER_TO_BACKWARD, MOST_STEPS = 1.1, 100  # what is made a step earlier costs so much more to keep
 NOT_MATERIALIZED = 2  # times the bytes: what is kept has to be written as well as read
 SMALLER = 4  # times smaller than its inputs: a reduction, which is kept
-UNREAD = False
 _KEPT = aten.present("cat", "stack", "embedding", "constant_pad_nd", "index_select")
 
 
@@ -30,53 +29,64 @@ def with_recomputation(parts: list[Part], trace: Trace) -> list[Part]:
     if not any(map(_is_backward, parts)):
         return parts
     flow = flow_of(parts)
+    again = _computed_again(parts, flow)
+    return _Copying(parts, flow, again, trace).made() if again else parts
+
+
+def _computed_again(parts: list[Part], flow: Flow) -> set[int]:
     forward: defaultdict[int, list[int]] = defaultdict(list)
     for place, part in enumerate(parts):
         if part.graph is not None and part.op.phase == "forward":
             forward[part.graph].append(place)
-    again = {place for members in forward.values() for place in _Partition(parts, flow, members).again()}
-    if not again:
-        return parts
-    dropped = _held_for_backward(parts, flow, again, trace)
-    copies, made = Copies(), []
-    copied: dict[tuple[int, int | None], int] = {}  # by part and graph: the storage that its copy writes
-    private = {place: fresh_storage() for place in dropped}
+    return {place for members in forward.values() for place in _Partition(parts, flow, members).again()}
 
-    def emit(place: int, reader: Part) -> None:
+
+class _Copying:
+    """Puts copies of the parts that backward computes again before the parts that read them there."""
+
+    def __init__(self, parts: list[Part], flow: Flow, again: set[int], trace: Trace):
+        self._parts, self._flow, self._again = parts, flow, again
+        dropped, self._unread = _held_for_backward(parts, flow, again, trace)
+        self._private = {place: fresh_storage() for place in dropped}
+        self._copied: dict[tuple[int, int | None], int] = {}  # by part and graph: the storage that its copy writes
+        self._copies, self._made = Copies(), list[Part]()
+
+    def made(self) -> list[Part]:
+        for place, part in enumerate(self._parts):
+            if place not in self._unread:
+                self._emit(place, part)
+        return self._made
+
+    def _emit(self, place: int, reader: Part) -> None:
         """The part for a reader in another graph, after those that it needs there itself."""
         renamed = {}
-        for touch, values in flow.reads[place]:
+        for touch, values in self._flow.reads[place]:
             for value in values:
-                if value.kernel in again and _is_backward(reader):
+                if value.kernel in self._again and _is_backward(reader):
                     key = (value.kernel, reader.graph)
-                    if key not in copied:
-                        copied[key] = fresh_storage()
-                        emit(value.kernel, reader)
-                    renamed[touch.storage] = copied[key]
-                elif value.kernel in private:
-                    renamed[touch.storage] = private[value.kernel]
-        own = copied.get((place, reader.graph), private.get(place))
+                    if key not in self._copied:
+                        self._copied[key] = fresh_storage()
+                        self._emit(value.kernel, reader)
+                    renamed[touch.storage] = self._copied[key]
+                elif value.kernel in self._private:
+                    renamed[touch.storage] = self._private[value.kernel]
+        own = self._copied.get((place, reader.graph), self._private.get(place))
         if own is not None:
-            (made_here,) = flow.writes[place]
+            (made_here,) = self._flow.writes[place]
             renamed[made_here.touch.storage] = own
-        part = parts[place]
-        made.append(copies.of(part, reader, renamed) if renamed else part)
-
-    for place, part in enumerate(parts):
-        if dropped.get(place) is not UNREAD:
-            emit(place, part)
-    return made
+        part = self._parts[place]
+        self._made.append(self._copies.of(part, reader, renamed) if renamed else part)
 
 
 def _is_backward(part: Part) -> bool:
     return part.graph is not None and part.op.phase in ("backward", "recompute")
 
 
-def _held_for_backward(parts: list[Part], flow: Flow, again: set[int], trace: Trace) -> dict[int, bool]:
-    """The parts that made what only autograd held for the backward graph: it is no longer in memory. For each, whether
-    its own graph still reads it."""
+def _held_for_backward(parts: list[Part], flow: Flow, again: set[int], trace: Trace) -> tuple[list[int], set[int]]:
+    """The parts that made what only autograd held for the backward graph: it is no longer in memory. And those of them
+    whose value their own graph does not read either."""
     last_of = Lifetimes(parts, trace).last_of
-    dropped: dict[int, bool] = {}
+    dropped, unread = list[int](), set[int]()
     for place in sorted(again, reverse=True):
         (value,) = flow.writes[place]
         own = [reader for reader in value.readers if parts[reader].graph == parts[place].graph]
@@ -84,8 +94,10 @@ def _held_for_backward(parts: list[Part], flow: Flow, again: set[int], trace: Tr
         storage = value.touch.storage
         died = trace.storages[storage].died if storage >= 0 else 0
         if died is not None and died <= end + bool(own):
-            dropped[place] = any(dropped.get(reader) is not UNREAD for reader in own)
-    return dropped
+            dropped.append(place)
+            if unread.issuperset(own):
+                unread.add(place)
+    return dropped, unread
 
 
 Source = tuple[int, int]

@@ -1,8 +1,8 @@
 """Where to win: work that a program does without need, and other ways to run it, each priced by the model itself.
 
-A remedy rewrites the trace (rewrite.py) and has it priced as any other program: remedies.py has those that change
-numbers and modes, the other files (attention.py, layout.py, ...) those that change ops. spots.py says which
-kernels are above the least time of their work, and why.
+A remedy (remedies.py) rewrites the trace (rewrite.py) or chooses another mode, and has the result priced as any other
+program. Each file has the remedies of one topic. spots.py says which kernels are above the least time of their work,
+and why.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     accumulation,
     attention,
     batch,
+    checkpoints,
     copies,
     gradients,
     growing,
     host_copies,
+    host_values,
     layout,
     math_attention,
+    modes,
     needless,
+    number_types,
     optimizers,
     recurrent,
     recurrent_steps,
     tables,
     uncompiled_flex,
     unread,
+    widths,
 )
 from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything
 from flopmeter.report.advice.spots import Timed, floor_of, modules_and_lines, places_of, spot_of, timed, wall_clock

@@ -1,23 +1,31 @@
-"""Attention that writes its scores to memory, and the fused kernel that could take its place.
+"""Attention that writes its scores to memory (found_attention.py), and the fused kernel that could take its place.
 
-Around each softmax, one that is written out too, the tensors of the scores' size are found (scores, mask,
-probabilities, dropout, their gradients); all ops that touch one are the attention, with the copies that only feed these
-or take their results. One fused op stands where the forward pass ended, and one where the backward pass did. Views of
-tensors that nobody makes any more, and ops that made a causal mask, go too: they cost the host time.
+One fused op stands where the forward pass of the attention ended, and one where its backward pass did. Views of tensors
+that nobody makes any more, and ops that made a causal mask, go too: they cost the host time.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import contextlib
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import NamedTuple
 
 import torch
 
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import FlexBody, Op, TensorSpec, Trace
 from flopmeter.report.advice.bent_scores import FLEX, are_bent, body_of, flexed
+from flopmeter.report.advice.found_attention import (
+    COPIES,
+    PRODUCTS,
+    RESHAPES,
+    SOFTMAX,
+    Materialised,
+    around,
+    is_softmax,
+    makes_no_storage,
+    uses_of,
+)
 from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of, dense, fused
 from flopmeter.report.advice.masks import bias_for_kernel
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
@@ -25,13 +33,11 @@ from flopmeter.report.advice.rewrite import are_in_torch, in_templates, is_dense
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 
-_SOFTMAX = (aten._softmax, aten._safe_softmax)
-PRODUCTS = (aten.bmm, aten.baddbmm, aten.mm, aten.matmul)
-_COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.contiguous)
-_RESHAPES = (aten.expand, aten.view, aten._unsafe_view)
-_TRIANGLES = (aten.tril, aten.triu, aten.tril_, aten.triu_)
-_ADDITIONS = (aten.add, aten.add_)
-_COMPARISONS = (aten.le, aten.lt, aten.ge, aten.gt)
+_OF_TORCH = "need_weights=False in the calls of nn.MultiheadAttention, which then runs fused attention"
+_WITHOUT_MODULE = "F.scaled_dot_product_attention (attn_implementation='sdpa')"
+
+_MakesFused = Callable[[Trace, Materialised, Hardware], dict[int, Op]]
+"""Gives the fused ops, by the index of the op in whose place they stand. Raises NoKernelError if there are none."""
 
 
 @remedy
@@ -48,52 +54,69 @@ def materialised_attention_of_bent_scores(report: Report) -> Iterator[Proposal]:
 
 def _instead(report: Report, kernels: _MakesFused) -> Iterator[Proposal]:
     trace = trace_of(report)
-    uses = uses_of(trace)
+    uses, change = uses_of(trace), _FusedInstead()
     has_it = in_templates(trace) if kernels is _flexed else ()
-    put_in: dict[int, Op] = {}
-    dropped: set[int] = set()
-    gradients: set[int] = set()
-    found, read, needs_mask, averages = [], [], False, []
     for index, op in enumerate(trace.ops):
-        if op.phase not in ("forward", "recompute") or not _is_softmax(trace, uses, index):
+        if op.phase not in ("forward", "recompute") or not is_softmax(trace, uses, index):
             continue
-        if index in has_it or op.packet is aten._safe_softmax:  # of SDPA's math path: unfused_attention.py
+        if index in has_it or op.packet is aten._safe_softmax:  # of SDPA's math path: math_attention.py
             continue
         attention = around(trace, uses, index)
-        if attention is None or attention.ops & dropped:
+        if attention is None or attention.ops & change.dropped:
             continue
         averaged = _averaged_over_heads(trace, attention)
         if any(uses[number][-1] not in attention.ops for number in averaged):
             continue  # the program reads the weights, which no fused kernel gives
-        try:
-            put_in |= kernels(trace, attention, report.hardware)
-        except NoKernelError:
-            continue
-        found.append(op)
-        read.append((op.module, op.phase, attention.operands[0].storage))
-        dropped |= attention.ops
-        gradients |= attention.gradients
-        needs_mask |= not attention.is_causal
-        averages.append(bool(averaged))
-    if not found or not are_in_torch(put_in.values()):
+        with contextlib.suppress(NoKernelError):
+            change.add(op, attention, kernels(trace, attention, report.hardware), is_averaged=bool(averaged))
+    if not change.found or not are_in_torch(change.put_in.values()):
         return
-    *_, queries, keys = found[0].inputs[0].shape
-    concerns = of_ops(trace, dropped)
-    if not needs_mask:
-        dropped |= makers_of_masks(trace, uses, dropped, put_in)
-    dropped |= views_of_nothing(trace, uses, dropped, put_in)
-    then = with_tensors(with_ops(trace, dropped, put_in), _rows_innermost, lambda number: number in gradients)
-    why = f"materialised: scores of {queries} × {keys} a head go to memory and back"
-    if len(set(read)) < len(read):
-        why += "; heads run one by one: priced is a call for each, one for all wins more"
-    if kernels is _flexed:
-        remedy = FLEX
-    else:
-        remedy = _OF_TORCH if all(averages) else "F.scaled_dot_product_attention (attn_implementation='sdpa')"
-    yield Proposal(f"attention ×{len(found)}", concerns, why, remedy, priced(report, then))
+    concerns = of_ops(trace, change.dropped)
+    then = priced(report, change.made(trace, uses))
+    yield Proposal(f"attention ×{len(change.found)}", concerns, change.why, change.remedy(kernels), then)
 
 
-_OF_TORCH = "need_weights=False in the calls of nn.MultiheadAttention, which then runs fused attention"
+class _FusedInstead:
+    """The attentions of a program that are to be fused."""
+
+    def __init__(self) -> None:
+        self.found: list[Op] = []  # the softmax of each
+        self.put_in: dict[int, Op] = {}
+        self.dropped: set[int] = set()
+        self._gradients: set[int] = set()
+        self._read = set[tuple[str, str, int]]()  # module, phase and storage of the queries
+        self._needs_mask = False
+        self._all_average = True
+
+    def add(self, softmax: Op, attention: Materialised, put_in: dict[int, Op], *, is_averaged: bool) -> None:
+        self.found.append(softmax)
+        self.put_in |= put_in
+        self.dropped |= attention.ops
+        self._gradients |= attention.gradients
+        self._read.add((softmax.module, softmax.phase, attention.operands[0].storage))
+        self._needs_mask |= not attention.is_causal
+        self._all_average &= is_averaged
+
+    @property
+    def why(self) -> str:
+        *_, queries, keys = self.found[0].inputs[0].shape
+        one_by_one = "; heads run one by one: priced is a call for each, one for all wins more"
+        materialised = f"materialised: scores of {queries} × {keys} a head go to memory and back"
+        return materialised + one_by_one * (len(self._read) < len(self.found))
+
+    def remedy(self, kernels: _MakesFused) -> str:
+        if kernels is _flexed:
+            return FLEX
+        return _OF_TORCH if self._all_average else _WITHOUT_MODULE
+
+    def made(self, trace: Trace, uses: dict[int, list[int]]) -> Trace:
+        """The changed program, without what only these attentions needed."""
+        dropped = set(self.dropped)
+        if not self._needs_mask:
+            dropped |= makers_of_masks(trace, uses, dropped, self.put_in)
+        dropped |= views_of_nothing(trace, uses, dropped, self.put_in)
+        changed = with_ops(trace, dropped, self.put_in)
+        return with_tensors(changed, _rows_innermost, lambda number: number in self._gradients)
 
 
 def _averaged_over_heads(trace: Trace, attention: Materialised) -> set[int]:
@@ -101,215 +124,6 @@ def _averaged_over_heads(trace: Trace, attention: Materialised) -> set[int]:
     ops = (trace.ops[index] for index in attention.ops)
     means = (op for op in ops if op.packet is aten.mean and op.phase != "backward")
     return {spec.storage for op in means for spec in op.outputs if spec.shape[-2:] == attention.softmax.shape[-2:]}
-
-
-class Materialised(NamedTuple):
-    """The ops of one attention, and the inputs of its matmuls."""
-
-    ops: set[int]
-    scores: int  # op: q @ k^T
-    values: int  # op: p @ v
-    softmax: TensorSpec
-    operands: tuple[TensorSpec, TensorSpec, TensorSpec]  # q, k, v before any copy
-    gradients: set[int]  # storages that its backward pass gives to others
-    is_causal: bool
-    dropout: float
-    biases: tuple[TensorSpec, ...]  # added to the scores, as the program has them
-    bias_gradient: TensorSpec | None  # of the scores' size: what the sum that gives the bias its gradient reads
-
-
-_MakesFused = Callable[[Trace, Materialised, Hardware], dict[int, Op]]
-"""Gives the fused ops, by the index of the op in whose place they stand. Raises NoKernelError if there are none."""
-
-
-def uses_of(trace: Trace) -> dict[int, list[int]]:
-    """The ops that touch each storage."""
-    uses: dict[int, list[int]] = defaultdict(list)
-    for index, op in enumerate(trace.ops):
-        for number in set(op.storages):
-            uses[number].append(index)
-    return uses
-
-
-def around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> Materialised | None:
-    """The attention around a softmax. None if no matmul makes its scores, or none takes its probabilities."""
-    ops, spec = trace.ops, trace.ops[softmax].inputs[0]
-    if len(spec.shape) < 3:
-        return None
-    scores = _of_scores(trace, uses, softmax)
-    touched = {index for number in scores for index in uses[number] if not is_view(ops[index])}
-    if sum(_is_softmax(trace, uses, index) for index in touched) != 1:
-        return None
-    products = [index for index in sorted(touched) if ops[index].packet in PRODUCTS]
-    phase = ops[softmax].phase
-    made = [index for index in products if ops[index].phase == phase and _writes(ops[index], scores)]
-    taken = [index for index in products if ops[index].phase == phase and not _writes(ops[index], scores)]
-    if len(made) != 1 or len(taken) != 1:
-        return None
-    dropped = touched | _copies_around(trace, uses, touched, scores)
-    dropped |= {place for index in (*made, *taken) for place in _reshapes_before(trace, index, dropped)}
-    q, k = ops[made[0]].inputs[-2:]
-    (v,) = (each for each in ops[taken[0]].inputs if each.storage not in scores)
-    operands = tuple(_before_copies(trace, each, dropped) for each in (q, k, v))
-    assert len(operands) == 3
-    backward = (ops[index] for index in products if ops[index].phase == "backward")
-    gradients = {out.storage for op in backward for out in op.outputs} - scores
-    biases, gradient = _biases(trace, uses, touched, scores, spec)
-    is_causal = not biases and _is_causal(trace, uses, touched, spec)
-    if gradient is not None:
-        dropped -= {index for index in touched if _sums_bias_gradient(ops[index], spec)}
-    return Materialised(
-        dropped, made[0], taken[0], spec, operands, gradients, is_causal, _dropout(trace, touched), biases, gradient
-    )
-
-
-def _is_softmax(trace: Trace, uses: dict[int, list[int]], index: int) -> bool:
-    """Whether the op is a softmax, or the exponential in one that is written out, which sums each row."""
-    op = trace.ops[index]
-    if op.packet is not aten.exp:
-        return op.packet in _SOFTMAX
-    out = op.outputs[0]
-    readers = (trace.ops[place] for place in uses[out.storage] if place > index)
-    sums = (each for each in readers if each.packet is aten.sum and each.phase == op.phase)
-    return any(each.inputs[0].shape == out.shape and each.outputs[0].shape == (*out.shape[:-1], 1) for each in sums)
-
-
-def _biases(
-    trace: Trace, uses: dict[int, list[int]], touched: set[int], scores: set[int], square: TensorSpec
-) -> tuple[tuple[TensorSpec, ...], TensorSpec | None]:
-    """What is added to the scores and is no causal mask (SDPA takes it as its mask), and the op that gives it its
-    gradient."""
-    ops = [trace.ops[index] for index in sorted(touched)]
-    added = (
-        spec
-        for op in ops
-        if op.phase != "backward" and op.packet in _ADDITIONS
-        for spec in op.inputs
-        if spec.storage not in scores and len(spec.shape) >= 2 and spec.shape[-1] == square.shape[-1]
-    )
-    biases = tuple(spec for spec in added if not _is_causal_mask(trace, uses, spec, square))
-    summed = (op.inputs[0] for op in ops if _sums_bias_gradient(op, square))
-    return biases, next(summed, None) if biases else None
-
-
-def _sums_bias_gradient(op: Op, square: TensorSpec) -> bool:
-    """Whether it sums the gradients that all sequences, or all heads, give to a bias that they share."""
-    if op.phase != "backward" or op.packet is not aten.sum:
-        return False
-    return op.inputs[0].shape[-2:] == op.outputs[0].shape[-2:] == square.shape[-2:]
-
-
-def _of_scores(trace: Trace, uses: dict[int, list[int]], softmax: int) -> set[int]:
-    """Storages of the scores' size that ops other than matmuls make from one another."""
-    square = trace.ops[softmax].inputs[0]
-    scores = {spec.storage for spec in (*trace.ops[softmax].inputs, *trace.ops[softmax].outputs)}
-    todo = list(scores)
-    while todo:
-        for index in uses[todo.pop()]:
-            op = trace.ops[index]
-            if op.packet in PRODUCTS:
-                continue
-            for spec in (*op.inputs, *op.outputs):
-                alike = spec.numel == square.numel and spec.shape[-2:] == square.shape[-2:] and is_dense(spec)
-                if alike and spec.storage not in scores and trace.storages[spec.storage].born >= 0:
-                    scores.add(spec.storage)
-                    todo.append(spec.storage)
-    return scores
-
-
-def _writes(op: Op, storages: set[int]) -> bool:
-    return any(spec.storage in storages for spec in op.outputs)
-
-
-def is_view(op: Op) -> bool:
-    """Whether it returns a view; an op in place does."""
-    return bool(op.outputs) and op.makes <= op.reads
-
-
-def _copies_around(trace: Trace, uses: dict[int, list[int]], touched: set[int], scores: set[int]) -> set[int]:
-    """Copies whose result only these ops read, and copies that only transpose a result of these ops."""
-    copies: set[int] = set()
-    for index in touched:
-        op = trace.ops[index]
-        if op.packet not in PRODUCTS:
-            continue
-        for spec in op.inputs:
-            chain = _copies_before(trace, uses, spec.storage, touched | copies) if spec.storage not in scores else ()
-            copies |= set(chain)
-        for spec in op.outputs:
-            after = () if spec.storage in scores else uses[spec.storage]
-            copies |= {place for place in after if place > index and _is_copy(trace.ops[place])}
-    return copies
-
-
-def _reshapes_before(trace: Trace, product: int, dropped: set[int]) -> Iterator[int]:
-    """The views that torch.matmul makes of its operands before a product of batches."""
-    index = product - 1
-    while index in dropped or trace.ops[index].packet in _RESHAPES:
-        yield index
-        index -= 1
-
-
-def _copies_before(trace: Trace, uses: dict[int, list[int]], storage: int, within: set[int]) -> list[int]:
-    """The copies that made a storage which no other op reads, the last one first."""
-    chain: list[int] = []
-    while True:
-        born = trace.storages[storage].born
-        if born < 0 or not _is_copy(trace.ops[born]):
-            return chain
-        others = {index for index in uses[storage] if index != born and not is_view(trace.ops[index])}
-        if not others <= within | set(chain):
-            return chain
-        chain.append(born)
-        storage = trace.ops[born].inputs[0].storage
-
-
-def _is_copy(op: Op) -> bool:
-    return op.packet in _COPIES and bool(op.inputs) and op.inputs[0].dtype == op.outputs[0].dtype
-
-
-def _before_copies(trace: Trace, spec: TensorSpec, dropped: set[int]) -> TensorSpec:
-    born = trace.storages[spec.storage].born
-    while born in dropped and _is_copy(trace.ops[born]):
-        spec = trace.ops[born].inputs[0]
-        born = trace.storages[spec.storage].born
-    return spec
-
-
-def _is_causal(trace: Trace, uses: dict[int, list[int]], touched: set[int], square: TensorSpec) -> bool:
-    """Whether a mask of [queries, keys] is applied to a square of scores that says for each pair of places whether one
-    comes after the other: it was made of comparisons of places, or all sequences share it, which is assumed to be
-    causal."""
-    masks = (spec for index in touched for spec in trace.ops[index].inputs)
-    return any(_is_causal_mask(trace, uses, spec, square) for spec in masks if spec.distinct_elements < square.numel)
-
-
-def _is_causal_mask(trace: Trace, uses: dict[int, list[int]], spec: TensorSpec, square: TensorSpec) -> bool:
-    *_, queries, keys = square.shape
-    if not queries == keys > 1 or spec.shape[-2:] != (queries, keys):
-        return False
-    return spec.distinct_elements == queries * keys or _compares_places(trace, uses, spec.storage)
-
-
-def _compares_places(trace: Trace, uses: dict[int, list[int]], storage: int) -> bool:
-    """Whether the storage depends on no data and was made with a triangle or by comparing two tensors."""
-    known, todo, compares = {storage}, [storage], False
-    while todo:
-        number = todo.pop()
-        if trace.storages[number].born < 0:
-            return False
-        for op in (trace.ops[index] for index in uses[number]):
-            if is_view(op) or not _writes(op, {number}):
-                continue
-            compares |= op.packet in _TRIANGLES or (op.packet in _COMPARISONS and len(op.inputs) == 2)
-            todo += op.reads - known
-            known |= op.reads
-    return compares
-
-
-def _dropout(trace: Trace, touched: set[int]) -> float:
-    ops = (trace.ops[index] for index in touched)
-    return next((float(op.call.args[1]) for op in ops if op.packet is aten.native_dropout), 0.0)
 
 
 def makers_of_masks(trace: Trace, uses: dict[int, list[int]], dropped: set[int], put_in: dict[int, Op]) -> set[int]:
@@ -322,7 +136,7 @@ def makers_of_masks(trace: Trace, uses: dict[int, list[int]], dropped: set[int],
             born = trace.storages[spec.storage].born
             if born < 0 or born in gone or spec.storage in needed:
                 continue
-            readers = {index for index in uses[spec.storage] if not is_view(trace.ops[index])} - {born}
+            readers = {index for index in uses[spec.storage] if not makes_no_storage(trace.ops[index])} - {born}
             if readers <= gone and not any(trace.storages[each.storage].role for each in trace.ops[born].inputs):
                 gone.add(born)
                 todo.append(born)
@@ -334,7 +148,7 @@ def views_of_nothing(trace: Trace, uses: dict[int, list[int]], dropped: set[int]
     views: set[int] = set()
     for number in {number for index in dropped for number in trace.ops[index].storages} - needed:
         rest = set(uses[number]) - dropped
-        if trace.storages[number].born in dropped and all(is_view(trace.ops[index]) for index in rest):
+        if trace.storages[number].born in dropped and all(makes_no_storage(trace.ops[index]) for index in rest):
             views |= rest
     return views
 
@@ -377,7 +191,7 @@ def _flexed(trace: Trace, attention: Materialised, device: Hardware) -> dict[int
 def _on_scores(trace: Trace, attention: Materialised, *, backward: bool) -> list[Op]:
     """The ops that make scores of scores, in the forward pass or in both."""
     ops = (trace.ops[index] for index in sorted(attention.ops))
-    others = (*PRODUCTS, *_SOFTMAX, *_COPIES, *_RESHAPES, aten._softmax_backward_data)
+    others = (*PRODUCTS, *SOFTMAX, *COPIES, *RESHAPES, aten._softmax_backward_data)
     return [
         op
         for op in ops

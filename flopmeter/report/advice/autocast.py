@@ -29,9 +29,7 @@ WIDE = torch.float32
 
 def autocast(trace: Trace, dtype: torch.dtype) -> Trace | None:
     """The trace of a program in fp32, as if its forward pass ran under autocast with that dtype. For the casts only
-    their time counts, not how long their results live. None where the program runs whole layers as one op, which
-    autocast would take apart; where the compiler's kernels ran, into which the casts would go; and in a torch without
-    the casting op.
+    their time counts, not how long their results live.
 
     None where it runs whole layers as one op, which autocast would take apart, and where the compiler's kernels ran,
     into which the casts would go; and in a torch that lacks the op that casts.

@@ -14,17 +14,8 @@ import torch
 
 from flopmeter.costs.access import HALVES
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.report.advice.attention import (
-    PRODUCTS,
-    Materialised,
-    around,
-    ends,
-    is_view,
-    makers_of_masks,
-    results,
-    uses_of,
-    views_of_nothing,
-)
+from flopmeter.report.advice.attention import ends, makers_of_masks, results, views_of_nothing
+from flopmeter.report.advice.found_attention import PRODUCTS, Materialised, around, makes_no_storage, uses_of
 from flopmeter.report.advice.fused_attention import Bias, dense, fused
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import Mark, are_in_torch, in_templates, with_ops, with_tensors
@@ -126,7 +117,7 @@ def _before(trace: Trace, uses: dict[int, list[int]], storage: int, within: set[
         step = _step(trace.ops[born]) if born >= 0 else ""
         if not step or (step != "copy" and step in passed) or (step == "cast" and not casts):
             return chain
-        others = {index for index in uses[storage] if index != born and not is_view(trace.ops[index])}
+        others = {index for index in uses[storage] if index != born and not makes_no_storage(trace.ops[index])}
         if not others <= within | set(chain):
             return chain
         chain.append(born)
@@ -141,7 +132,7 @@ def _after(trace: Trace, uses: dict[int, list[int]], storage: int, index: int, w
     chain: list[int] = []
     passed: set[str] = set()
     while "copy" not in passed:
-        readers = [place for place in uses[storage] if place > index and not is_view(trace.ops[place])]
+        readers = [place for place in uses[storage] if place > index and not makes_no_storage(trace.ops[place])]
         if len(readers) != 1 or readers[0] in within:
             return chain
         op, step = trace.ops[readers[0]], _step(trace.ops[readers[0]])
@@ -156,7 +147,7 @@ def _after(trace: Trace, uses: dict[int, list[int]], storage: int, index: int, w
 
 def _step(op: Op) -> str:
     """What the op does beside the products: 'copy', 'cast' between 16 bits and fp32, 'scaling', or '' if none."""
-    if len(op.inputs) != 1 or len(op.outputs) != 1 or is_view(op):
+    if len(op.inputs) != 1 or len(op.outputs) != 1 or makes_no_storage(op):
         return ""
     types = {op.inputs[0].dtype, op.outputs[0].dtype}
     if op.packet is aten.mul:

@@ -17,7 +17,8 @@ from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_kernel
 from flopmeter.report.advice.gradients import fills_gradients
 from flopmeter.report.advice.math_attention import math_paths
-from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of, type_of_others, with_other_ops
+from flopmeter.report.advice.number_types import type_of_others
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import (
     are_in_torch,
     changed_call,

@@ -1,0 +1,80 @@
+"""Checkpointing, where memory has room for the activations."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from flopmeter.costs.data_movement.communication import message_peers
+from flopmeter.records import Storage, Trace
+from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.spots import timed
+from flopmeter.report.quantities import with_prefix
+from flopmeter.report.report import Report
+from flopmeter.timing.peak_memory import usable_bytes_if_known
+from flopmeter.torch_names.operators import aten
+
+
+@remedy
+def needless_recomputation(report: Report) -> Iterator[Proposal]:
+    """Checkpointing, although memory has room for the activations that it drops. It detaches each tensor that it saves
+    and each that it gives back, which costs the host time."""
+    trace = trace_of(report)
+    again = {index for index, op in enumerate(trace.ops) if op.phase == "recompute"}
+    handed_over = {number for index in again for number in trace.ops[index].storages}
+    detached = {
+        index
+        for index, op in enumerate(trace.ops)
+        if op.phase == "backward" and op.packet is aten.detach and op.storages[0] in handed_over
+    }
+    usable = usable_bytes_if_known(report.hardware)
+    recomputes = [kernel for kernel, _ in timed(report) if kernel.op.phase == "recompute"]
+    if usable is None or not recomputes:  # views alone cost the device nothing
+        return
+    if 2 * sum(_of_the_backward_pass(report)) > len(recomputes):
+        return
+    gathers = any(kernel.cost.collective is not None for kernel in recomputes)  # for the backward pass too
+    if gathers or message_peers(report.kernels):  # a pipeline has several microbatches under way
+        return
+    needed = report.memory.steady_peak_bytes + _most_kept_bytes(trace, again)
+    if needed > usable:
+        return
+    room = f"at most {with_prefix(needed, 'B')} of {with_prefix(usable, 'B')} without"
+    yield with_other_ops(
+        report, f"the forward pass runs again, and memory has room: {room}",
+        "no checkpointing",
+        again | detached, about=again,
+    )  # fmt: skip
+
+
+def _of_the_backward_pass(report: Report) -> Iterator[bool]:
+    """Whether each kernel that runs again works on what the backward pass computed. No checkpoint's does, whose
+    forward pass begins with what was saved; a module at another place of its solver does (adjoint methods of
+    differential equations, layers that are inverted), and no forward pass has run it before."""
+    computed: set[int] = set()
+    for kernel, _ in timed(report):
+        op = kernel.op
+        goes_on = bool(op.reads & computed)
+        if goes_on or (op.phase == "backward" and kernel.cost.flops):
+            computed |= op.makes
+        if op.phase == "recompute":
+            yield goes_on
+
+
+def _most_kept_bytes(trace: Trace, again: set[int]) -> int:
+    """What ops that run `again` leave for other ops, in the backward pass where that is most: a forward pass that runs
+    once would have to keep that much. The next microbatch takes the same place."""
+    made = defaultdict[int, list[Storage]](list)
+    for storage in trace.storages:
+        made[storage.born].append(storage)
+    left, after = Counter[int](), len(trace.ops)
+    for index in reversed(range(len(trace.ops))):
+        if index not in again:
+            after = index
+            continue
+        left[index] = sum(storage.nbytes for storage in made[index] if storage.died is None or storage.died > after)
+    most = now = 0
+    for index, op in enumerate(trace.ops):
+        now = 0 if op.phase == "forward" else now + left[index]
+        most = max(most, now)
+    return most

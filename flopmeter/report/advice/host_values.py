@@ -1,0 +1,80 @@
+"""Values that the host reads from the device, and ops on tensors of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from flopmeter.costs.host_work import runs_on
+from flopmeter.records import Kernel, Trace
+from flopmeter.report.advice.number_types import narrow_type
+from flopmeter.report.advice.remedies import Proposal, everything, priced, remedy, trace_of
+from flopmeter.report.advice.rewrite import with_ops
+from flopmeter.report.advice.sent import made_for_copies, values_read
+from flopmeter.report.advice.spots import modules_and_lines, modules_and_lines_of
+from flopmeter.report.quantities import counted
+from flopmeter.report.report import Report
+from flopmeter.torch_names.operators import aten
+
+
+@remedy
+def waits_for_values(report: Report) -> Iterator[Proposal]:
+    """Calls such as `.item()`, which stop the host until the device is done."""
+    trace = trace_of(report)
+    asks = {id(trace.ops[index]) for index in values_read(trace)}
+    reads = [kernel for kernel in report.kernels if id(kernel.op) in asks and kernel.cost.blocks_host]
+    flags = _flags_of_scalers(trace)
+    by_scaler = [kernel for kernel in reads if not flags.isdisjoint(kernel.op.storages)]
+    by_program = [kernel for kernel in reads if flags.isdisjoint(kernel.op.storages)]
+    is_bf16 = narrow_type(report.hardware) is torch.bfloat16
+    yield from _without(
+        report, by_program, "keep the values on the device, or read them once in many steps",
+        "until the device is done (.item(), float(), .cpu(), print, if)",
+    )  # fmt: skip
+    yield from _without(
+        report, by_scaler, "bfloat16, which needs no GradScaler" if is_bf16 else "the optimizer's fused=True",
+        "until GradScaler knows whether a gradient overflowed",
+    )  # fmt: skip
+
+
+def _without(report: Report, reads: list[Kernel], remedy: str, why: str) -> Iterator[Proposal]:
+    of_device = {id(kernel.op) for kernel in reads}  # to read a tensor of the host stops nobody
+    trace = trace_of(report)
+    asks = {index for index, op in enumerate(trace.ops) if id(op) in of_device}
+    if asks:
+        yield Proposal(
+            f"all that the host sends after {counted(len(reads), 'read')} of a value", everything,
+            f"the host stops {counted(len(asks), 'time')} {why}", remedy, priced(report, with_ops(trace, asks)),
+            where=modules_and_lines(reads),
+        )  # fmt: skip
+
+
+def _flags_of_scalers(trace: Trace) -> set[int]:
+    """The storages in which torch.amp.GradScaler finds whether a gradient overflowed."""
+    check = aten._amp_foreach_non_finite_check_and_unscale_
+    ops = (op for op in trace.ops if op.packet is check)
+    return {op.storages[op.call.inputs[-2].storage] for op in ops}  # the last of its tensors is the scale
+
+
+@remedy
+def ops_between_on_the_host(report: Report) -> Iterator[Proposal]:
+    """Ops on tensors of the host, outside of modules: each takes the time of a call from the device. A batch goes to
+    the device afterwards; other programs work out figures of their own there, as schedulers of diffusion do."""
+    trace = trace_of(report)
+    own = {
+        index
+        for index, op in enumerate(trace.ops)
+        if op.phase == "forward" and not op.module and op.call.outputs and not runs_on(trace.device, op.call)
+    }
+    of_batches = made_for_copies(trace, own)
+    for ops, how in (
+        (of_batches, "DataLoader(num_workers=...), whose processes make the next batch meanwhile"),
+        (own - of_batches, "made once, on the device, or as numbers of Python (math.log): no batch comes of them"),
+    ):
+        if ops:
+            yield Proposal(
+                f"all that the host sends after {counted(len(ops), 'op')} on tensors of its own", everything,
+                "the host runs them one after the other", how,
+                priced(report, with_ops(trace, ops)), where=modules_and_lines_of(trace.ops[index] for index in ops),
+            )  # fmt: skip

@@ -1,0 +1,52 @@
+"""What tensors on meta truly are while torch says that they are on the device named cuda, and which code is told so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from flopmeter.torch_names.private import BELOW_DISPATCHER, function_mode_count, no_function_modes
+
+_TOLD_THE_TRUTH = ("flopmeter.", *BELOW_DISPATCHER)
+_TOLD_CUDA = ("torch.distributed.utils",)  # although it is among them: DDP compares a batch's device with the rank's
+_tensor: Any = torch.Tensor
+
+
+def _true(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A getter or setter of torch's own. A function mode would look it up by name, and find ours."""
+
+    def call(*args: Any) -> Any:
+        if not function_mode_count():
+            return own(*args)
+        with no_function_modes():
+            return own(*args)
+
+    return call
+
+
+true_device, true_get_device = _true(_tensor.device.__get__), _true(_tensor.get_device)
+true_is_meta, true_is_cuda = _true(_tensor.is_meta.__get__), _true(_tensor.is_cuda.__get__)
+true_mesh_type: Any = getattr(vars(DeviceMesh).get("device_type"), "fget", None)  # None: no property in this torch
+true_data, set_true_data = _true(_tensor.data.__get__), _true(_tensor.data.__set__)
+
+
+def asked_from_below() -> bool:
+    """Whether the code that asks for a property of a tensor runs below the dispatcher."""
+    return _is_below(sys._getframe(2))
+
+
+def wrapped_from_below() -> bool:
+    """The same where a function of the program stands in for torch's, as in DeepSpeed's zero.Init: torch.ones on meta
+    calls torch.empty."""
+    caller = sys._getframe(2).f_back
+    return caller is not None and _is_below(caller)
+
+
+def _is_below(frame: FrameType) -> bool:
+    name: Any = frame.f_globals.get("__name__", "")
+    return name.startswith(_TOLD_THE_TRUTH) and name not in _TOLD_CUDA
