@@ -26,14 +26,14 @@ def instructions(node: Any, reduced: int, sizes: Sizes, *, is_inner: bool) -> in
     shares = is_inner or not held
     filled = power_of_two_from(reduced) if held and reduced > 1 else reduced
     combining = 0 if shares else 2 * (filled.bit_length() - 1)
-    total, values = 0, _Values()
+    total, values = 0, _ComputedValues()
     reduces = False
     for part in node.get_nodes():
         body = getattr(part, "_body", None)
         if body is None:
             continue
         if not held and reduces != bool(body.reduce_vars):  # another loop over the rows, which computes all again
-            values, reduces = _Values(values.stored), not reduces
+            values, reduces = _ComputedValues(values.stored), not reduces
         rows = _row_variables(body, reduced, sizes) if shares else set()
         loop = _CountedLoop(body, rows, values, combining, is_held=held)
         elements = prod(sizes(size) for sizes_of_loop in part.get_ranges() for size in sizes_of_loop)
@@ -41,7 +41,7 @@ def instructions(node: Any, reduced: int, sizes: Sizes, *, is_inner: bool) -> in
     return total * filled // max(reduced, 1)
 
 
-class _Values:
+class _ComputedValues:
     """What a kernel has computed: ops that occur again, as in a mean and a variance, are computed once. `stored`: the
     values of buffers that it has written, which are still in registers."""
 
@@ -75,7 +75,7 @@ class _CountedLoop:
     """One loop of a kernel. `rows`: the variables that stay the same along a row. `combining`: instructions of a
     reduction to combine threads."""
 
-    def __init__(self, body: Any, rows: set[Any], values: _Values, combining: int, *, is_held: bool):
+    def __init__(self, body: Any, rows: set[Any], values: _ComputedValues, combining: int, *, is_held: bool):
         self._body, self._rows, self._values, self._is_held = body, rows, values, is_held
         self._combining = combining
         self._columns = {*body.iter_vars, *body.reduce_vars} - rows
