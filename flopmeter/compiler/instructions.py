@@ -84,10 +84,11 @@ class _CountedLoop:
 
     def instructions(self) -> int:
         """The instructions for one element."""
-        return sum(self._counts(self._body.root_block.graph, set()))
+        return sum(self._counts(self._body.root_block.graph, set(), None))
 
-    def _counts(self, graph: Any, mask: set[Any]) -> Iterator[int]:
-        """The instructions of each op of the graph. `mask`: the symbols that decide which elements take part."""
+    def _counts(self, graph: Any, mask: set[Any], where: object) -> Iterator[int]:
+        """The instructions of each op of the graph. `mask`: the symbols that decide which elements take part; `where`:
+        the value that decides it."""
         for node in graph.nodes:
             target = str(node.target)
             of_inputs = (self._symbols.get(each, set()) for each in node.all_input_nodes)
@@ -95,15 +96,15 @@ class _CountedLoop:
             if target == "get_index":
                 symbols |= self._body.indexing_exprs[node.args[0]].free_symbols
             self._symbols[node] = symbols
-            value = self._numbers[node] = self._value(target, node)
+            value = self._numbers[node] = self._value(target, node, where)
             if target in self._body.subblocks:
-                yield from self._counts(self._body.subblocks[target].graph, symbols)
+                yield from self._counts(self._body.subblocks[target].graph, symbols, self._numbers[node.args[0]])
                 self._symbols[node] = symbols | self._rows | self._columns
             elif node.op == "call_method" and self._is_of_element(symbols) and self._values.is_new(value):
                 yield self._of_op(target, node)
 
-    def _value(self, target: str, node: Any) -> object:
-        """The same for what computes the same."""
+    def _value(self, target: str, node: Any, where: object) -> object:
+        """The same for what computes the same. What is loaded for some elements alone is another value."""
         if target == "get_index":
             return str(self._body.indexing_exprs[node.args[0]])
         if target in self._body.subblocks:
@@ -113,7 +114,7 @@ class _CountedLoop:
             self._values.stored[node.args[1]] = inputs[2]
         if target == "load" and node.args[1] in self._values.stored:
             return self._values.stored[node.args[1]]
-        return self._values.number_of((target, *inputs))
+        return self._values.number_of((target, *inputs, where if target == "load" else None))
 
     def _is_of_element(self, symbols: set[Any]) -> bool:
         """Whether a value differs along a row and from row to row. A place that was looked up does both."""

@@ -55,6 +55,22 @@ OF_OPS = {
 # what infinite and missing elements need (online_softmax_combine in runtime/triton_helpers.py).
 OF_REDUCTIONS = {"welford_reduce": (4, 18), "online_softmax_reduce": (12, 32)}
 
+# Instructions of an element in torch's own kernels in bf16, loads and stores included: the machine code of torch 2.15
+# for compute capability 9.0; in fp16 and fp32 there are one or two fewer.
+OF_KERNELS = {
+    "exp": 12,
+    "gelu": 29,
+    "gelu, tanh": 26,
+    "gelu_backward": 43,
+    "gelu_backward, tanh": 34,
+    "log": 29,
+    "pow": 95,
+    "sigmoid": 25,
+    "silu": 25,
+    "silu_backward": 31,
+    "tanh": 19,
+}
+
 _FUNCTIONS_OF_ATEN = {"gelu": "erf", "silu": "sigmoid", "silu_backward": "sigmoid", "gelu_backward": "erf"}
 
 

@@ -33,7 +33,8 @@ from flopmeter.timing.matmul import Busy, overlap
 def arithmetic_seconds(cost: Cost, hardware: Hardware) -> float:
     """Seconds of all work but matmuls, on the vector units; another unit converts at the same time."""
     flops = cost.flops - 2 * cost.macs
-    if cost.op_class == ELEMENTWISE and cost.access != "fused":
+    counted = cost.work.instructions if isinstance(cost.work, VectorWork) else 0
+    if cost.op_class == ELEMENTWISE and cost.access != "fused" and not issuing_seconds(counted, hardware):
         flops += (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
     share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
     arithmetic = flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share) if flops else 0.0

@@ -7,12 +7,14 @@ counted on the formula in its comment. The second number says how many of them a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, SINGLE_CAST_OPERATIONS, index_operations
+from flopmeter.costs.instructions import OF_KERNELS
 from flopmeter.costs.rules import (
     COMPLEX_ADD,
     COMPLEX_DIVIDE,
@@ -24,7 +26,7 @@ from flopmeter.costs.rules import (
     rule,
     scratch,
 )
-from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, TensorSpec
+from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, TensorSpec, VectorWork
 from flopmeter.torch_names.operators import aten
 
 
@@ -139,7 +141,7 @@ def elementwise(
     operands = (*call.outputs, *call.inputs)
     n = operands[0].numel
     flops, transcendentals = of_numbers(call, per_element, of_complex)
-    return make_cost(
+    cost = make_cost(
         call,
         ELEMENTWISE,
         flops * n,
@@ -149,6 +151,11 @@ def elementwise(
         walks=operands,
         index_operations=_looked_up_and_cast(operands),
     )
+    way = ", tanh" if call.get("approximate") == "tanh" else ""
+    instructions = n * OF_KERNELS.get(call.func.overloadpacket.__name__.removesuffix("_") + way, 0)
+    if not transcendentals or not instructions or not isinstance(cost.work, VectorWork) or is_complex(call):
+        return cost
+    return replace(cost, work=cost.work._replace(instructions=instructions))
 
 
 def _looked_up_and_cast(operands: Sequence[TensorSpec]) -> int | None:
