@@ -285,6 +285,7 @@ def test_what_was_compiled_is_told_in_short():
     ]
     assert lines[2] == "recompiled g (mine.py:9): " + "size " * 39 + "..."
     assert list(in_short((NEVER,))) == []
+    assert len(list(in_short((AGAIN, AGAIN)))) == 3
 
 
 def test_a_graph_is_told_with_what_fusing_saved_and_its_largest_kernels():

@@ -13,6 +13,7 @@ from torch import nn
 import flopmeter
 from flopmeter import FlopMeter
 from flopmeter.report.chrome_trace import events, save_together
+from flopmeter.report.figures import _phase_starts, _step_starts
 from flopmeter.report.page.axes import Axis, horizontal, vertical
 from flopmeter.report.page.gantt import Bar, Lane, _drawn, _exposed_and_hidden, gantt, lanes_of
 from flopmeter.report.page.memory import _Across, _areas, _limit, _over_time, _peak, _phases
@@ -103,6 +104,23 @@ def test_time_is_an_axis_on_which_a_step_lies_where_it_starts():
     assert 'aria-label="Memory alive over time (ms), peak 30 B"' in svg
     assert 'cx="270"' in svg
     assert "alive (B)" in svg
+
+
+def test_phases_begin_where_they_change_and_steps_with_their_first_kernel():
+    """An op without a kernel, a view, has the time of the one before it; a kernel may hold several ops."""
+    ops = [Made(phase=phase) for phase in ("forward", "forward", "forward", "backward", "optimizer", "optimizer")]
+    kernels = [Made(ops=[ops[0], ops[2]]), Made(ops=[ops[2]]), Made(ops=[ops[3]]), Made(ops=[ops[5]])]
+    timings = [Made(start_seconds=start) for start in (1.0, 1.5, 2.0, 4.0)]
+    memory = Made(trace=Made(ops=ops), steps=5)
+    shown = Made(memory=memory, kernels=kernels, timings=timings, seconds=9.0)
+    assert _phase_starts(shown) == [("forward", 0), ("backward", 3), ("optimizer", 4)]
+    assert _step_starts(shown) == [1.0, 1.0, 1.0, 2.0, 2.0, 9.0]
+    alternating = [Made(phase=phase) for phase in ("forward", "recompute") * 4]
+    assert _phase_starts(Made(memory=Made(trace=Made(ops=alternating), steps=6))) == [
+        (("forward", "recompute")[place % 2], place) for place in range(6)
+    ]
+    assert _phase_starts(Made(memory=Made(trace=Made(ops=alternating), steps=7))) == []
+    assert _phase_starts(Made(memory=Made(trace=Made(ops=[]), steps=0))) == []
 
 
 # --- ranks
@@ -196,7 +214,7 @@ def test_the_timeline_has_the_host_above_the_device_with_each_launch_its_kernel_
     (relu,) = (e["args"] for e in found if e["name"] == "relu")
     assert relu == {
         "External id": 0, "device": 0, "stream": 7, "module": "Sequential.0", "phase": "forward",
-        "class": "element-wise", "dtype": "fp32", "flops": 8, "bytes read": 32,
+        "class": "element-wise", "dtype": "fp32", "flops": 0, "bytes read": 32,
         "bytes written": 32, "bound by": "memory",
     }  # fmt: skip
     inside = [e["args"] for e in found if e["ph"] == "X" and e["cat"] == "user_annotation"]
