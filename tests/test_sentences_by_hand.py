@@ -59,6 +59,7 @@ def test_a_summary_counts_graphs_that_ran_their_calls_and_kernels_and_names_each
         "recompiled g (b.py:1): L['x'] is 4",
     ]
     assert list(in_short(GRAPHS[3:])) == []
+    assert len(list(in_short((GRAPHS[1], GRAPHS[1])))) == 1 + 2 + 2
     _, long = in_short((CompiledGraph(0, "f", "forward", (), (), "word " * 99, calls=1),))
     assert long.endswith(" ...")
     assert len(long.removeprefix("recompiled f: ")) <= 200
