@@ -120,6 +120,9 @@ def test_numbers_are_normal_or_below_their_bound_and_what_cannot_be_made_says_wh
     assert (x.dtype, ids.dtype, sorted(set(ids.tolist()))) == (torch.bfloat16, torch.int64, [0, 1, 2])
     assert 0.8 < float(x.float().std()) < 1.2
     assert Maker("cpu", "int8").weight(100).dtype is torch.int8
+    assert copies_of(Case("linear", {"m": 8, "n": 3, "k": 5, "dtype": "bf16"}), "meta", lambda _: 2)[1] == 2 * (
+        3 * 5 + 3
+    )
     nhwc = Maker("meta", "bf16").activation(2, 3, 4, 4, order=torch.channels_last)
     assert nhwc.is_contiguous(memory_format=torch.channels_last)
     square = {"m": 8, "n": 8, "k": 8, "dtype": "bf16"}

@@ -11,7 +11,7 @@ import torch
 
 import flopmeter
 from flopmeter.measured.kineto import OpEvent, OpInputs, Span
-from flopmeter.measured.rebuild import arguments_of
+from flopmeter.measured.rebuild import NotRebuilt, arguments_of
 
 TRACES = Path(__file__).parent.parent / "validation" / "traces"
 MODERN_ONLY = ("Input Strides", "Concrete Inputs")
@@ -213,6 +213,7 @@ def test_an_index_that_repeats_is_an_argument_like_any_other():
     told = OpInputs(("float", "long int", *("Scalar",) * 3), dims, strides, ("", "", "2", "-1", "False"))
     call = arguments_of(OpEvent("aten::embedding_dense_backward", Span(0, 1), told), torch.float32)
     assert call.args[1].stride() == (0, 1)
+    assert call.args[1].untyped_storage().nbytes() == 512 * 8
     assert call.args[2:] == (2, -1, False)
 
 
@@ -259,3 +260,14 @@ def test_a_kernel_is_of_the_op_that_it_names_also_where_the_call_names_another(t
         event("kernel", "some_kernel", 50, 15, pid=0, external_id=1, correlation=9),
     ]
     assert [row.name for row in checked(tmp_path, events).rows] == ["exp"]
+
+
+def test_numbers_are_read_as_python_writes_them_and_tensors_as_far_as_they_reach():
+    """Two rows of 3, each seen five times."""
+    told = OpInputs(("float", "Scalar"), ((2, 5, 3), ()), ((3, 0, 1), ()), ("", "-inf"))
+    call = arguments_of(OpEvent("aten::clamp_min", Span(0, 1), told), torch.float32)
+    assert call.args[1] == float("-inf")
+    assert call.args[0].untyped_storage().nbytes() == 4 * 2 * 3
+    unknown = told._replace(concrete=("", "nobody knows"))
+    with pytest.raises(NotRebuilt, match="no overload takes"):
+        arguments_of(OpEvent("aten::clamp_min", Span(0, 1), unknown), torch.float32)
