@@ -12,7 +12,7 @@ from torch import nn
 
 import flopmeter
 from flopmeter import FlopMeter
-from flopmeter.report.chrome_trace import events, save_together
+from flopmeter.report.chrome_trace import Track, _kernel, events, save_together
 from flopmeter.report.figures import _phase_starts, _step_starts
 from flopmeter.report.page.axes import Axis, horizontal, vertical
 from flopmeter.report.page.gantt import Bar, Lane, _drawn, _exposed_and_hidden, gantt, lanes_of
@@ -219,6 +219,29 @@ def test_the_timeline_has_the_host_above_the_device_with_each_launch_its_kernel_
     }  # fmt: skip
     inside = [e["args"] for e in found if e["ph"] == "X" and e["cat"] == "user_annotation"]
     assert inside == [{}, {"module": "Sequential"}, {"module": "Sequential.0"}]
+
+
+def test_a_collective_tells_its_kind_bytes_and_ranks_and_an_op_its_line_where_they_are_known():
+    collective = Made(_asdict=lambda: {"kind": "all_reduce", "nbytes": 8})
+    cost = Made(
+        op_class="communication",
+        dtype="fp32",
+        flops=0,
+        bytes_read=8,
+        bytes_written=8,
+        collective=collective,
+        name="sum",
+    )
+    op = Made(module="", phase="backward", source="mine.py:3")
+    timing = Made(regime="communication", start_seconds=1e-6, end_seconds=3e-6)
+    slice_ = _kernel(Made(cost=cost, op=op), timing, 4, Track(0, 9, "communication"))
+    assert slice_[:2] == (1000, 3000)
+    assert slice_[3:5] == ("sum", "kernel")
+    assert slice_.args == {
+        "External id": 4, "device": 0, "stream": 9, "module": "", "phase": "backward", "class": "communication",
+        "dtype": "fp32", "flops": 0, "bytes read": 8, "bytes written": 8, "bound by": "communication",
+        "kind": "all_reduce", "nbytes": 8, "source": "mine.py:3",
+    }  # fmt: skip
 
 
 def test_runs_in_one_file_have_processes_and_arrows_of_their_own(report, tmp_path):
