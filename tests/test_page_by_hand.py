@@ -236,7 +236,7 @@ def test_a_collective_tells_its_kind_bytes_and_ranks_and_an_op_its_line_where_th
     timing = Made(regime="communication", start_seconds=1e-6, end_seconds=3e-6)
     slice_ = _kernel(Made(cost=cost, op=op), timing, 4, Track(0, 9, "communication"))
     assert slice_[:2] == (1000, 3000)
-    assert slice_[3:5] == ("sum", "kernel")
+    assert slice_[3:5] == ("s", "kernel")
     assert slice_.args == {
         "External id": 4, "device": 0, "stream": 9, "module": "", "phase": "backward", "class": "communication",
         "dtype": "fp32", "flops": 0, "bytes read": 8, "bytes written": 8, "bound by": "communication",
