@@ -13,11 +13,13 @@ from torch import nn
 import flopmeter
 from flopmeter import FlopMeter
 from flopmeter.report.chrome_trace import Track, _kernel, events, save_together
-from flopmeter.report.figures import _phase_starts, _step_starts
+from flopmeter.report.figures import Dot, Roof, _phase_starts, _step_starts
 from flopmeter.report.page.axes import Axis, horizontal, vertical
 from flopmeter.report.page.gantt import Bar, Lane, _drawn, _exposed_and_hidden, gantt, lanes_of
 from flopmeter.report.page.memory import _Across, _areas, _limit, _over_time, _peak, _phases
 from flopmeter.report.page.memory import _drawn as drawn_memory
+from flopmeter.report.page.roofline import Axes, _labels, _radius, _roofs, _slope_label
+from flopmeter.report.page.roofline import _drawn as drawn_dot
 
 HIDDEN, EXPOSED = "communication, hidden", "communication, exposed"
 
@@ -121,6 +123,29 @@ def test_phases_begin_where_they_change_and_steps_with_their_first_kernel():
     ]
     assert _phase_starts(Made(memory=Made(trace=Made(ops=alternating), steps=7))) == []
     assert _phase_starts(Made(memory=Made(trace=Made(ops=[]), steps=0))) == []
+
+
+def test_roofs_rise_with_the_bandwidth_to_the_peak_and_are_labelled_above_and_below():
+    """From 0.1 to 1000 FLOP/B on 400 pixels, from 1 GFLOP/s to 100 TFLOP/s on 500: 100 pixels each decade."""
+    axes = Axes(Axis(0.1, 1000, 0, 400, is_log=True), Axis(1e9, 1e14, 500, 0, is_log=True))
+    products = Roof("products", "bf16", 1e14, 1e12, 1e13, 1e12)
+    vector = Roof("vector", "fp32", 1e13, 1e12, 1e12, 1e11)
+    roofline = Made(products=products, vector=vector)
+    assert paths(_roofs(roofline, axes)) == [
+        "M0.0 300.0L300.0 0.0L400.0 0.0", "M0.0 300.0L200.0 100.0L400.0 100.0",
+        "M0.0 300.0L200.0 100.0L400.0 100.0", "M0.0 400.0L200.0 200.0L400.0 200.0",
+    ]  # fmt: skip
+    assert _labels(roofline, axes) == [("bf16 products 100 TFLOP/s", -6), ("fp32 vector 10.0 TFLOP/s", 200 + 17 - 3)]
+    alike = Made(products=products._replace(dtype="fp32", flop_per_s=1e13), vector=vector)
+    assert _labels(alike, axes) == [("fp32 products and vector 10.0 TFLOP/s", 94)]
+    assert 'transform="translate(0.0 300.0) rotate(-45.0)"' in str(_slope_label(1e12, axes))
+    assert "memory 1.00 TB/s" in str(_slope_label(1e12, axes))
+    dot = Dot("mm", "net", "tensor contraction", 3, 10.0, 1e12, 0.25)
+    assert axes.at(dot) == pytest.approx((200, 200))
+    assert "mm (tensor contraction)\n3 kernels, 250 ms, 25.0 % of the time\n10 FLOP/B, 1.00 TFLOP/s" in str(
+        drawn_dot(dot, 1.0, axes)
+    )
+    assert _radius(dot, 1.0) ** 2 == pytest.approx(3**2 + 22**2 / 4)
 
 
 # --- ranks
@@ -230,7 +255,7 @@ def test_a_collective_tells_its_kind_bytes_and_ranks_and_an_op_its_line_where_th
         bytes_read=8,
         bytes_written=8,
         collective=collective,
-        name="sum",
+        name="s",
     )
     op = Made(module="", phase="backward", source="mine.py:3")
     timing = Made(regime="communication", start_seconds=1e-6, end_seconds=3e-6)
