@@ -3,6 +3,8 @@ and with which exit code it ends."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 from types import SimpleNamespace as Made
 
@@ -11,8 +13,11 @@ import torch
 
 from flopmeter import load_hardware
 from flopmeter.cli import file_commands, main, measure_command, model_commands, plan_command, run_command, serve_command
-from flopmeter.cli.training import optimizer_choice
+from flopmeter.cli.command import percentage
+from flopmeter.cli.targets import Target
+from flopmeter.cli.training import checkpoint_blocks, optimizer_choice
 from flopmeter.run.launchers import CommandLine
+from flopmeter.run.report import NothingRanError
 from flopmeter.run.session import Wishes
 
 H100 = load_hardware("h100-sxm5-80gb")
@@ -261,6 +266,51 @@ def test_measure_and_check_hand_over_each_of_their_options(called, tmp_path, mon
     assert (args, given) == (("a.json", "t4"), {"clocks": "burst"})
 
 
+def test_a_table_is_set_beside_its_compiled_run_where_that_is_asked_for(capsys):
+    command = "table encoder-layer --batch 2 --seq 128 --hardware t4 --format json"
+    assert main([*command.split(), "--speed-up"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "speed-up"
+    assert main(command.split()) == 0
+    assert "totals" in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["hardware", "hardware t4", "models", "explain mm"])
+def test_what_only_tells_something_ends_with_zero(command, capsys):
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["5", "-5%", "nan%", "x%", "%"])
+def test_a_percentage_has_its_sign_and_is_not_negative(text):
+    assert (percentage("5%"), percentage("0%"), percentage("12.5%")) == (0.05, 0.0, 0.125)
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a percentage such as 5%, not"):
+        percentage(text)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "items", "unit"),
+    [
+        ({"input_features": (3, 80, 100)}, 3, "recordings"), ({"input_values": (3, 16000)}, 3, "recordings"),
+        ({"other": (3, 80, 100)}, 3 * 80, "tokens"), ({"x": (3, 16000)}, 3, "samples"),
+        ({"pixel_values": (3, 3, 32, 32)}, 3, "images"), ({"scale": (), "x": (5, 3, 32, 32)}, 5, "images"),
+        ({}, None, "samples"),
+    ],
+)  # fmt: skip
+def test_items_are_told_by_the_name_and_the_shape_of_the_first_input(inputs, items, unit):
+    given = {name: torch.zeros(shape, device="meta") for name, shape in inputs.items()}
+    target = Target("mine", lambda: (lambda **inputs: None, given), ())
+    program = target.program()
+    assert (program.items, program.unit) == (items, unit)
+
+
+def test_models_that_checkpoint_themselves_are_asked_to_without_reentering():
+    asked = []
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        checkpoint_blocks("mine", Made(**{name: asked.append}))
+    checkpoint_blocks("mine", Made(set_grad_checkpointing=lambda: asked.append("timm")))
+    assert asked == [{"use_reentrant": False}] * 2 + ["timm"]
+
+
 # --- flopmeter run
 
 
@@ -329,6 +379,22 @@ def test_run_compares_several_devices_which_go_on_where_memory_does_not_do(calle
     assert found.notes == ["prices: l4 $0.8/h as given", run_command.ONE]
     *_, code, _ = called(run_command, "compare_devices", Answer(rows=[]), f"run --hardware t4,l4 {script}")
     assert code == 1
+
+
+def test_a_script_that_only_tells_its_options_has_no_report(script, monkeypatch):
+    def nothing(runs, name):
+        raise NothingRanError("nothing ran")
+
+    monkeypatch.setattr(run_command, "report_of", nothing)
+    for argument in ("-h", "--help"):
+        own = Made(name="train.py", arguments=(argument,))
+        assert run_command._report({}, own, Made(error=None)) is None
+    with pytest.raises(NothingRanError):
+        run_command._report({}, Made(name="train.py", arguments=()), Made(error=None))
+    monkeypatch.setattr(run_command, "report_of", lambda runs, name: f"report of {name}")
+    own = Made(name="train.py", arguments=())
+    found = [run_command._report({}, own, Made(error=error)) for error in (None, KeyboardInterrupt(), ValueError())]
+    assert found == ["report of train.py", "report of train.py", None]
 
 
 def test_run_asks_the_launcher_for_the_world(called, script, monkeypatch):
