@@ -50,7 +50,7 @@ def test_the_answer_is_these_lines():
         "predicted 500 ms (400 ms to 750 ms) · device busy 400 ms, host 100 ms, idle 20 % · 200.0 TFLOP/s, MFU 20.0 %"
         " · peak memory 2.00 GB",
         "memory-bound · of the wall-clock: compute 20 %, memory 60 %, overhead 20 %",
-        "fits NVIDIA H100 80GB HBM3: 79.4 of 80.0 GB usable (0.6 assumed for the process) · at the peak: parameters "
+        "fits NVIDIA H100 80GB HBM3: 84.4 of 85.0 GB usable (0.6 assumed for the process) · at the peak: parameters "
         "1.50 GB, activations 500 MB · at mm in Net.layer (backward)",
     ]
 

@@ -17,7 +17,7 @@ KB, MB, GB = 1024, 2**20, 10**9
 
 
 def test_the_properties_are_those_of_the_data_sheet_and_of_the_compute_capability():
-    """NVIDIA's data sheet, and the CUDA programming guide's table of compute capability 9.0."""
+    """NVIDIA's data sheet, torch's bytes of memory, and the CUDA programming guide's table of capability 9.0."""
     with flopmeter.cuda(H100):
         facts = vars(torch.cuda.get_device_properties())
         with pytest.raises(AttributeError, match="flopmeter's profile of NVIDIA H100 80GB HBM3 does not tell 'uuid'"):
@@ -25,7 +25,7 @@ def test_the_properties_are_those_of_the_data_sheet_and_of_the_compute_capabilit
     assert facts == {
         "name": "NVIDIA H100 80GB HBM3", "gcnArchName": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0,
         "multi_processor_count": 132, "warp_size": 32, "is_integrated": 0, "is_multi_gpu_board": 0,
-        "regs_per_multiprocessor": 65536, "total_memory": 80 * GB, "L2_cache_size": 50 * MB,
+        "regs_per_multiprocessor": 65536, "total_memory": 85 * GB, "L2_cache_size": 50 * MB,
         "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
         "shared_memory_per_multiprocessor": 228 * KB, "shared_memory_per_block": 48 * KB,
         "shared_memory_per_block_optin": 227 * KB,
@@ -96,7 +96,7 @@ def test_memory_is_told_as_the_allocator_has_it():
         cuda.empty_cache()
         assert cuda.memory_reserved() == 2 * MB
         free, total = cuda.mem_get_info()
-        assert (total, cuda.device_memory_used()) == (80 * GB, total - free)
+        assert (total, cuda.device_memory_used()) == (85 * GB, total - free)
         assert torch.accelerator.get_memory_info() == (free, total)
         cuda.reset_peak_memory_stats()
         assert (cuda.max_memory_allocated(), cuda.max_memory_reserved()) == (kept.nbytes + 448, 2 * MB)
