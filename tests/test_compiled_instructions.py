@@ -116,3 +116,38 @@ def test_a_mean_over_positions_in_channels_last_combines_each_element_with_those
     with FlopMeter("h100-sxm5-80gb", clocks="burst") as meter, torch.no_grad(), autocast():
         torch.compile(lambda image, other: (norm(image) + other).relu().mean((-1, -2)))(*images)
     assert 1e6 * max(each.seconds for each in meter.report().timings) == pytest.approx(44.7, rel=0.3)
+
+
+# Of a thread for an element, by the table of flopmeter/costs/instructions.py: `exp` and a division 9 each, a load, a
+# store and any other op 1; of a mean and a variance 4 where registers hold the rows and else 18, of a maximum and a sum
+# of exponentials 12 and 32. What is the same for a row, or for all rows, counts once, which is next to nothing;
+# what registers hold is loaded once, also where two loops need it.
+EXP_SUM = 1 + 9 + 1  # the sum is stored once a row
+SOFTMAX = 1 + 1 + 9 + 9 + 1  # an element that is loaded less the maximum, its exponential over their sum
+COUNTED = {
+    "a function": (lambda x: x.exp(), [(64, 1024)], 1 + 9 + 1),
+    "two loops, of which the first reduces": (lambda x: (x - x.amax(-1, True)).exp(), [(64, 1024)], 2 + 1 + 9 + 1),
+    "rows in registers": (lambda x: x.exp().sum(-1), [(64, 1024)], EXP_SUM),
+    "rows that are filled up to a power of two": (lambda x: x.exp().sum(-1), [(64, 1000)], EXP_SUM * 1.024),
+    "rows that are looped over": (lambda x: x.exp().sum(-1), [(64, 5000)], EXP_SUM),
+    "columns in registers": (lambda x: x.exp().sum(0), [(64, 65536)], EXP_SUM + 6 * 2),  # doubled six times
+    "columns that are filled up": (lambda x: x.exp().sum(0), [(48, 65536)], (EXP_SUM + 6 * 2) * 64 / 48),
+    "columns that are looped over": (lambda x: x.exp().sum(0), [(128, 65536)], EXP_SUM),
+    "a function of the row": (lambda x, y: (x * y.exp()[:, None]).sum(-1), [(64, 1024), (64,)], 3),
+    "a function of the column": (lambda x, y: (x * y.exp()).sum(-1), [(64, 1024), (1024,)], 3),
+    "rows that are looked up": (lambda x, y: x[y.long()].exp().sum(-1), [(64, 1024), (64,)], EXP_SUM),
+    "one loop for a mean and a variance": (lambda x: x.var(-1), [(64, 1024)], 1 + 4 + (9 + 1) / 1024),
+    "the same in a loop over the row": (lambda x: x.var(-1), [(64, 5000)], 1 + 18 + (9 + 1) / 5000),
+    "softmax": (lambda x: x.softmax(-1), [(64, 1024)], 12 + SOFTMAX),
+    "softmax of long rows": (lambda x: x.softmax(-1), [(64, 5000)], 1 + 32 + SOFTMAX),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_a_compiled_kernel_runs_the_instructions_of_its_loops(case):
+    function, shapes, of_element = COUNTED[case]
+    inputs = [torch.empty(shape, device="meta") for shape in shapes]
+    with FlopMeter("h100-sxm5-80gb") as meter, torch.no_grad():
+        torch.compile(function)(*inputs)
+    (kernel,) = meter.report().kernels
+    assert kernel.cost.work.instructions == pytest.approx(of_element * inputs[0].numel(), rel=1e-6)

@@ -129,6 +129,27 @@ def test_a_kernel_that_writes_into_a_cache_reads_it_only_where_it_adds(
     ]
 
 
+@pytest.mark.parametrize("read", [lambda cache, q: cache.sum(-1), lambda cache, q: (cache * q).sum(-1), torch.matmul])
+@pytest.mark.parametrize(
+    "write",
+    [lambda cache, row, place: cache[:, 3:4].copy_(row), lambda cache, row, place: cache.index_copy_(1, place, row)],
+)
+def test_after_a_kernel_has_written_into_a_cache_all_of_it_is_read(
+    write: Callable[[Tensor, Tensor, Tensor], Any], read: Callable[[Tensor, Tensor], Any]
+) -> None:
+    """As a step of a decoder does: the new token's keys, and then those of all tokens."""
+    cache, row, place, q = meta(8, 1024, 64), meta(8, 1, 64), torch.tensor([3], device="meta"), meta(8, 64, 1)
+
+    def step(row: Tensor, place: Tensor, q: Tensor) -> Any:
+        write(cache, row, place)
+        return read(cache, q if read is torch.matmul else q.mT)
+
+    report = metered(lambda: torch.compile(step)(row, place, q))
+    written, attended = report.kernels
+    assert written.cost.bytes_written == ROW
+    assert CACHE <= attended.cost.bytes_read <= CACHE + ROW
+
+
 def test_a_row_waits_for_its_loads_and_for_its_threads() -> None:
     """The sum of one row of 65,536 floats has one block, which loads 2,048 elements 32 times, one after another, each
     after 480 cycles of 1.41 GHz: 10.9 µs, where its bytes take .2 µs of the bandwidth."""
@@ -163,3 +184,62 @@ def test_a_kernel_touches_each_element_that_it_needs_once(name: str) -> None:
     run, arguments, read, written = REGIONS[name]
     report = metered(lambda: torch.compile(run)(*arguments))
     assert (report.bytes_read, report.bytes_written) == (4 * read, 4 * written)
+
+
+IDS = {"dtype": torch.int64}
+KERNELS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[tuple[Any, ...]]]] = {
+    # name: function, arguments, of each kernel its kind, bytes read and written, FLOPs, ops and random numbers
+    "a chain": (
+        lambda x, y: (x + y).relu() * 2, (meta(1000), meta(1000)), [("triton", 8000, 4000, 2000, "add relu mul", 0)]
+    ),
+    "a copy of another layout": (
+        lambda x: x.t().contiguous() + 1, (meta(100, 16),), [("triton", 6400, 6400, 1600, "clone add", 0)]
+    ),
+    "a product, and its bias with what follows": (
+        lambda x, w, b: F.linear(x, w, b).relu(), (meta(64, 32), meta(16, 32), meta(16)),
+        [("library", 4 * (64 * 32 + 16 * 32), 4096, 2 * 64 * 32 * 16, "addmm", 0),
+         ("triton", 4096 + 64, 4096, 1024, "addmm relu", 0)],
+    ),
+    "parts that are joined": (
+        lambda x, y: torch.cat([x, y], -1) + 1, (meta(100, 8), meta(100, 4)),
+        [("triton", 4800, 4800, 1200, "cat add", 0)],
+    ),
+    "in place": (lambda x: x.add_(1), (meta(1000),), [("triton", 4000, 4000, 1000, "add copy_", 0)]),
+    "rows that are put into a copy": (
+        lambda x, i, y: x.index_put((i,), y), (meta(1000, 16), meta(10, **IDS), meta(10, 16)),
+        [("triton", 64000, 64000, 0, "", 0), ("triton", 640 + 80, 640, 0, "index_put", 0)],
+    ),
+    "numbers that are added to a copy": (
+        lambda x, i, y: x.scatter_add(0, i, y), (meta(1000), meta(100, **IDS), meta(100)),
+        [("triton", 4000, 4000, 0, "", 0), ("triton", 400 + 800 + 400, 400, 100, "scatter_add", 0)],
+    ),
+    "a sum in two stages, of 512 parts": (
+        lambda x: x.sum(), (meta(2**22),), [("triton", 2**24, 2048, 2**22, "sum", 0), ("triton", 2048, 4, 0, "", 0)]
+    ),
+    "dropout, by a seed": (
+        lambda x: F.dropout(x, 0.5), (meta(1000),),
+        [("library", 0, 8, 0, "inductor_seeds", 0), ("triton", 4008, 4000, 2000, "native_dropout", 1000)],
+    ),
+    "a scan": (lambda x: x.cumsum(-1), (meta(64, 1000),), [("triton", 256000, 256000, 64000, "cumsum", 0)]),
+    "a sort of a library": (
+        lambda x: (x + 1).sort()[0], (meta(5000),),
+        [("triton", 20000, 20000, 5000, "add", 0), ("library", 20000, 20000, 0, "sort", 0)],
+    ),
+    "a maximum and its place": (lambda x: x.max(-1), (meta(64, 1000),), [("triton", 256000, 64 * 12, 0, "max", 0)]),
+    "two results": (lambda x: (x.exp(), x.sin()), (meta(1000),), [("triton", 4000, 8000, 2000, "exp sin", 0)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_is_compiled_has_these_kernels(name: str) -> None:
+    run, arguments, expected = KERNELS[name]
+    with torch.no_grad(), FlopMeter("h100-sxm5-80gb") as meter:
+        torch.compile(run)(*arguments)
+    assert [
+        (
+            kernel.kind, kernel.bytes_read, kernel.bytes_written, kernel.flops,
+            " ".join(dict.fromkeys(each.op for each in kernel.origins)),
+            sum(each.random_numbers for each in kernel.origins),
+        )
+        for kernel in meter.report().graphs[0].kernels
+    ] == expected  # fmt: skip

@@ -165,3 +165,10 @@ def test_a_speech_model_that_writes_text_gets_as_many_ids_as_are_asked_for() -> 
 def test_what_no_config_describes_is_refused(model: type, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(TargetError, match=message):
         made(model, seq=4, **fields)
+
+
+def test_ids_are_distinct_as_far_as_a_thousand_go_and_the_same_in_each_row() -> None:
+    ids = made(TextModel, seq=1002)["input_ids"]
+    assert ids[0].tolist() == [*range(5, 1005), 5, 6]
+    assert torch.equal(ids[0], ids[1])
+    assert made(TextModel, seq=4, vocab_size=7)["input_ids"][0].tolist() == [5, 6, 5, 6]

@@ -11,7 +11,7 @@ import torch
 
 import flopmeter
 from flopmeter.measured.kineto import OpEvent, OpInputs, Span
-from flopmeter.measured.rebuild import arguments_of
+from flopmeter.measured.rebuild import NotRebuilt, arguments_of
 
 TRACES = Path(__file__).parent.parent / "validation" / "traces"
 MODERN_ONLY = ("Input Strides", "Concrete Inputs")
@@ -213,6 +213,7 @@ def test_an_index_that_repeats_is_an_argument_like_any_other():
     told = OpInputs(("float", "long int", *("Scalar",) * 3), dims, strides, ("", "", "2", "-1", "False"))
     call = arguments_of(OpEvent("aten::embedding_dense_backward", Span(0, 1), told), torch.float32)
     assert call.args[1].stride() == (0, 1)
+    assert call.args[1].untyped_storage().nbytes() == 512 * 8
     assert call.args[2:] == (2, -1, False)
 
 
@@ -224,3 +225,49 @@ def test_what_autograd_keeps_of_a_tensor_that_an_op_overwrites_is_a_copy_of_its_
     for row in times.values():
         assert row.measured_seconds / row.calls == pytest.approx(76e-6, rel=0.05)
         assert row.predicted_seconds == pytest.approx(row.measured_seconds, rel=0.15)
+
+
+def test_of_overloads_that_take_the_same_arguments_the_one_is_called_that_converts_none():
+    """std(x, [1], True, False): whether to correct, or by how much."""
+    told = OpInputs(("float", "ScalarList", *("Scalar",) * 2), ((4, 8), (), (), ()), ((8, 1), (), (), ()),
+                    ("", "[1]", "True", "False"))  # fmt: skip
+    call = arguments_of(OpEvent("aten::std", Span(0, 1), told), torch.float32)
+    assert (call.func, call.conversions) == (torch.ops.aten.std.dim, 0)
+
+
+def test_a_number_that_decides_about_the_work_is_not_made_up(tmp_path):
+    """An older trace tells no numbers: of a sum along a dimension any will do, of the k largest none."""
+    x = ("float", [1024, 512])
+    events = [
+        old_op(1, "aten::topk", 0, 20, [x, *[SCALAR] * 4]),
+        old_op(2, "aten::cumsum", 30, 20, [x, SCALAR, NOTHING]),
+        *launched(901, 5, "radix", 30, 14),
+        *launched(902, 35, "scan", 50, 15),
+    ]
+    found = checked(tmp_path, events)
+    assert [(row.name, row.bytes) for row in found.rows] == [("cumsum", 2 * 4 * 1024 * 512)]
+    assert [(row.name, row.reason) for row in found.unpriced] == [
+        ("topk", "no overload takes what the trace tells of the arguments")
+    ]
+
+
+def test_a_kernel_is_of_the_op_that_it_names_also_where_the_call_names_another(tmp_path):
+    x = ("float", [1024])
+    events = [
+        old_op(1, "aten::exp", 0, 20, [x]),
+        old_op(2, "aten::relu", 30, 20, [x]),
+        event("cuda_runtime", "cudaLaunchKernel", 35, 5, external_id=2, correlation=9),
+        event("kernel", "some_kernel", 50, 15, pid=0, external_id=1, correlation=9),
+    ]
+    assert [row.name for row in checked(tmp_path, events).rows] == ["exp"]
+
+
+def test_numbers_are_read_as_python_writes_them_and_tensors_as_far_as_they_reach():
+    """Two rows of 3, each seen five times."""
+    told = OpInputs(("float", "Scalar"), ((2, 5, 3), ()), ((3, 0, 1), ()), ("", "-inf"))
+    call = arguments_of(OpEvent("aten::clamp_min", Span(0, 1), told), torch.float32)
+    assert call.args[1] == float("-inf")
+    assert call.args[0].untyped_storage().nbytes() == 4 * 2 * 3
+    unknown = told._replace(concrete=("", "nobody knows"))
+    with pytest.raises(NotRebuilt, match="no overload takes"):
+        arguments_of(OpEvent("aten::clamp_min", Span(0, 1), unknown), torch.float32)

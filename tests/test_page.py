@@ -29,8 +29,11 @@ from flopmeter.records import (
 )
 from flopmeter.report.figures import CLASS_LOOKS, beside, dots, memory_picture, ranges, roofline_of
 from flopmeter.report.page.markup import Markup, tag
+from flopmeter.report.page.memory import _staircase
+from flopmeter.report.page.tables import plain_table
 from flopmeter.report.quantities import decimal, scale, tick, with_prefix
 from flopmeter.report.report import Report
+from flopmeter.report.tables import Column, Table
 from flopmeter.timing.peak_memory import CATEGORIES, memory_of
 
 
@@ -350,3 +353,18 @@ def test_a_column_has_one_unit_and_small_figures_are_not_shown_as_zero():
     assert (divisor, unit) == (1e9, "GB")
     assert [decimal(value / divisor) for value in (1.5e9, 2e6, 0)] == ["1.50", "<0.01", "0"]
     assert [tick(value) for value in (0.01, 1.0, 1e4, 1e15)] == ["0.01", "1", "10 k", "1 P"]
+
+
+def test_a_staircase_has_no_point_between_others_of_its_level():
+    assert _staircase([0, 1, 2, 3, 4], [5, 5, 5, 6]) == ["0.0 5.0", "3.0 5.0", "3.0 6.0", "4.0 6.0"]
+    assert _staircase([0, 1, 2], [6, 5]) == ["0.0 6.0", "1.0 6.0", "1.0 5.0", "2.0 5.0"]
+
+
+def test_a_plain_table_marks_its_columns_of_figures():
+    made = plain_table(Table([Column("op", "<"), Column("ms")], [("mm", "1.5"), ("x<y", "20")]), "op")
+    assert str(made) == (
+        '<div class="scroll" tabindex="0" role="region" aria-label="Table by op"><table><thead><tr>'
+        '<th scope="col" class="t">op</th><th scope="col" class="n">ms</th></tr></thead><tbody>'
+        '<tr><td class="t">mm</td><td class="n" data-v="1.5">1.5</td></tr>\n'
+        '<tr><td class="t">x&lt;y</td><td class="n" data-v="20">20</td></tr></tbody></table></div>'
+    )

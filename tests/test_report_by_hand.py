@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flopmeter import FlopMeter
+from flopmeter.report.figures import modules_to_depth
 from flopmeter.report.formats import answer, small_print
 from flopmeter.report.quantities import (
     counted,
@@ -111,6 +112,11 @@ def test_json_has_the_same_rows_and_totals(report: Report) -> None:
     assert said["totals"]["flops"] == pytest.approx(2 * N**3 + 2 * N**2, abs=1)
     assert said["totals"]["bytes_read"] == (1 + 2 + 1 + 5) * MATRIX
     assert said["totals"]["bytes_written"] == (1 + 1 + 5) * MATRIX + 2
+    switches = {"matmul_tf32": False, "cudnn_tf32": True}
+    conventions = said["conventions"]
+    assert {"flops_per_multiply_add": 2, "causal": "full", **switches}.items() <= conventions.items()
+    assert (said["schema_version"], said["hardware"], said["mode"], said["uncounted"]) == (1, H100, "eager", [])
+    assert said["memory"].keys() == {"steady_peak_bytes", "allocated_bytes", "bytes_at_peak"}
     ops = {row["name"]: row for row in said["rows"]["op"]}
     assert {name: row["bytes_written"] for name, row in ops.items()} == {
         name: written for name, (*_, written) in BY_HAND.items()
@@ -132,7 +138,13 @@ def test_attention_that_counts_where_it_is_visible_is_told_so() -> None:
     q = torch.empty(1, 4, 512, 64, dtype=torch.bfloat16, device="meta")
     with FlopMeter(H100, causal="exact") as meter:
         nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-    assert "attention counted where visible" in str(meter.report())
+    found = meter.report()
+    assert "attention counted where visible" in str(found)
+    assert found.visible_mfu == found.mfu > 0
+    whole = replace(found, causal="full")
+    assert whole.visible_mfu == pytest.approx(found.mfu)
+    # Of 512 x 512 scores the lower triangle, as far as the kernel's tiles hide the rest.
+    assert 0.5 < whole.visible_mfu / whole.mfu < 0.8
     assert "with masked blocks" not in str(meter.report())
 
 
@@ -210,8 +222,13 @@ def test_modules_are_listed_below_their_parents_also_where_a_later_one_runs_in_b
 
     with FlopMeter(H100) as meter:
         Model()(torch.empty(8, device="meta"))
-    names = [row.name for row in meter.report().rows("module")]
+    found = meter.report()
+    rows = found.rows("module")
+    names = [row.name for row in rows]
     assert names == ["Model", "Model.a", "Model.a.first", "Model.a.second", "Model.b"]
+    assert modules_to_depth(found, 5) == (rows, None)
+    assert modules_to_depth(found, 4) == ([rows[0], rows[1], rows[4]], 2)
+    assert modules_to_depth(found, 2) == ([rows[0]], 1)
 
 
 def test_a_report_says_when_it_was_made(report: Report) -> None:
@@ -238,6 +255,7 @@ def test_a_report_says_when_it_was_made(report: Report) -> None:
         (with_prefix(4e-12, "J"), "0.00400 nJ"),
         (decimal(0.004), "<0.01"),
         (decimal(0), "0"),
+        (decimal(-3), "-3.00"),
         (decimal(0.01), "0.01"),
         (decimal(2e6), "2.00e+06"),
         (figure(1234.5), "1234"),

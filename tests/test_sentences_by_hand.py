@@ -59,6 +59,7 @@ def test_a_summary_counts_graphs_that_ran_their_calls_and_kernels_and_names_each
         "recompiled g (b.py:1): L['x'] is 4",
     ]
     assert list(in_short(GRAPHS[3:])) == []
+    assert len(list(in_short((GRAPHS[1], GRAPHS[1])))) == 1 + 2 + 2
     _, long = in_short((CompiledGraph(0, "f", "forward", (), (), "word " * 99, calls=1),))
     assert long.endswith(" ...")
     assert len(long.removeprefix("recompiled f: ")) <= 200
@@ -242,6 +243,7 @@ def test_an_op_is_explained_by_an_example_with_the_figures_by_hand(op):
 def test_an_op_is_explained_with_its_types_shapes_and_what_it_is():
     assert "  mm([256, 256] float16, [256, 256] float16) -> [256, 256]\n" in explain("mm")
     assert "embedding([32000, 1024] float16, [8, 128] int64) -> [8, 128, 1024]" in explain("embedding")
+    assert "native_layer_norm([512, 1024] float16, [1024]" in explain("native_layer_norm")
     assert "stack([256, 256] float16, [256, 256] float16) -> [2, 256, 256]" in explain("stack")
     sums = 4 * 8 * 16 * 512  # of each row, in fp32, for a backward pass
     seeds = 2 * 8  # of dropout: a seed and an offset

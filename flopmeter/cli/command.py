@@ -139,7 +139,7 @@ def settle_format(options: argparse.Namespace) -> None:
     different things."""
     if "format" not in options:
         return
-    ending = Path(getattr(options, "output", None) or "").suffix
+    ending = Path(options.output or "").suffix
     by_ending, asked = ENDINGS.get(ending), options.format
     if ending and not (by_ending or asked):
         picture = "; --plot draws pictures" if ending in PICTURE_ENDINGS and "plot" in options else ""

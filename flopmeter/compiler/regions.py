@@ -114,6 +114,10 @@ class Regions:
         return found if hasattr(found, "get_size") else None
 
     def _whole(self, name: str) -> int:
+        """Elements of a buffer. Where a kernel has written a part of one, others read all of it by the part's name."""
+        layout = getattr(self._graph.name_to_buffer.get(name), "layout", None)
+        if isinstance(layout, names.IR.owner.MutationLayoutSHOULDREMOVE):
+            name = self._base(name)
         if name in self._graph.constants:
             return int(self._graph.constants[name].numel())
         try:

@@ -25,7 +25,7 @@ from flopmeter.report.figures import (
     ranges,
     roofline_of,
 )
-from flopmeter.report.quantities import duration, with_prefix
+from flopmeter.report.quantities import duration, percent_of, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.report.rows import By, Row
 
@@ -169,8 +169,8 @@ def bars(report: Report, by: By = "class", *, most: int = 40) -> Any:
     figure = new_figure(8.0, 1.4 + 0.38 * len(rows))
     panel = figure.subplots()
     positions = range(len(rows))
-    flops = [100 * row.flops / report.flops if report.flops else 0.0 for row in rows]
-    times = [100 * row.seconds / report.kernel_seconds if report.kernel_seconds else 0.0 for row in rows]
+    flops = [percent_of(row.flops, report.flops) for row in rows]
+    times = [percent_of(row.seconds, report.kernel_seconds) for row in rows]
     by_regime = [REGIME_LOOKS[row.regime].colour for row in rows]
     told = [f"{duration(row.seconds)}, {share:.1f} %, {row.regime}" for row, share in zip(rows, times, strict=True)]
     for offset, shares, label, colour, hatch, texts in (
