@@ -32,7 +32,7 @@ PLAIN_ARITHMETIC_SHARE = 0.5
 # Instructions of exp, erf, tanh or a logarithm in an element-wise kernel, with what goes with it: reduction of the
 # argument, a polynomial or the special function unit, a division, and conversions of fp16. Set on GELU in fp16 on an
 # A100 [vidur]: 41 million elements in 122 µs, of which the bytes alone would take 92. Not in fused kernels: those of
-# torch's compiler have the instructions of their machine code (costs/instructions.py).
+# torch's compiler, and those that costs/instructions.py counts, have the instructions of their machine code.
 FUNCTION_OPERATIONS = 20
 
 # The same of a function on a score of flex_attention: an SM computes 16 of them in a clock cycle beside 128 additions
