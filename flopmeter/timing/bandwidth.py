@@ -185,8 +185,15 @@ def issuing_seconds(instructions: int, hardware: Hardware, share: float = 1.0) -
     `share`: of what they could start."""
     if not instructions or hardware.vendor not in ("nvidia", "amd"):
         return 0.0
-    started = issued_lanes(hardware) * hardware.sm_count * share
-    return cycles_to_seconds(instructions / started, hardware)
+    lanes = issued_lanes(hardware)
+    if hardware.vendor == "nvidia" and _fp32_lanes(hardware) < lanes:
+        lanes = constants.ISSUED_LANES_OF_FUNCTIONS
+    return cycles_to_seconds(instructions / (lanes * hardware.sm_count * share), hardware)
+
+
+def _fp32_lanes(hardware: Hardware) -> float:
+    """Lanes of an SM for fp32, each of which does a multiply-add in a cycle: 64, or 128 on newer parts."""
+    return hardware.vector_peak("fp32").flop_per_s / (2 * hardware.sm_count * clock_hz(hardware) / over_boost(hardware))
 
 
 def narrow_unit_seconds(operations: int, lanes_per_sm: int, hardware: Hardware) -> float:
