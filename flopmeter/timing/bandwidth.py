@@ -186,7 +186,7 @@ def issuing_seconds(instructions: int, hardware: Hardware, share: float = 1.0) -
     if not instructions or hardware.vendor not in ("nvidia", "amd"):
         return 0.0
     lanes = issued_lanes(hardware)
-    if hardware.vendor == "nvidia" and _fp32_lanes(hardware) < lanes:
+    if hardware.vendor == "nvidia" and round(_fp32_lanes(hardware)) < lanes:
         lanes = constants.ISSUED_LANES_OF_FUNCTIONS
     return cycles_to_seconds(instructions / (lanes * hardware.sm_count * share), hardware)
 
