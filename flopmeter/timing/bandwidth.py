@@ -186,14 +186,15 @@ def issuing_seconds(instructions: int, hardware: Hardware, share: float = 1.0) -
     if not instructions or hardware.vendor not in ("nvidia", "amd"):
         return 0.0
     lanes = issued_lanes(hardware)
-    if hardware.vendor == "nvidia" and round(_fp32_lanes(hardware)) < lanes:
+    if hardware.vendor == "nvidia" and _has_64_lanes(hardware) and lanes > constants.ISSUED_LANES_OF_FUNCTIONS:
         lanes = constants.ISSUED_LANES_OF_FUNCTIONS
     return cycles_to_seconds(instructions / (lanes * hardware.sm_count * share), hardware)
 
 
-def _fp32_lanes(hardware: Hardware) -> float:
-    """Lanes of an SM for fp32, each of which does a multiply-add in a cycle: 64, or 128 on newer parts."""
-    return hardware.vector_peak("fp32").flop_per_s / (2 * hardware.sm_count * clock_hz(hardware) / over_boost(hardware))
+def _has_64_lanes(hardware: Hardware) -> bool:
+    """Whether an SM has 64 lanes for fp32, each of which does a multiply-add in a cycle, and not 128 as newer parts."""
+    cycles_per_s = clock_hz(hardware) / over_boost(hardware)
+    return hardware.vector_peak("fp32").flop_per_s < 2 * 96 * hardware.sm_count * cycles_per_s
 
 
 def narrow_unit_seconds(operations: int, lanes_per_sm: int, hardware: Hardware) -> float:
