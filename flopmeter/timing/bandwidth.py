@@ -185,10 +185,10 @@ def issuing_seconds(instructions: int, hardware: Hardware, share: float = 1.0) -
     `share`: of what they could start."""
     if not instructions or hardware.vendor not in ("nvidia", "amd"):
         return 0.0
-    lanes = issued_lanes(hardware)
-    if hardware.vendor == "nvidia" and _has_64_lanes(hardware) and lanes > constants.ISSUED_LANES_OF_FUNCTIONS:
-        lanes = constants.ISSUED_LANES_OF_FUNCTIONS
-    return cycles_to_seconds(instructions / (lanes * hardware.sm_count * share), hardware)
+    lanes = share * issued_lanes(hardware)
+    if hardware.vendor == "nvidia" and _has_64_lanes(hardware):
+        lanes = min(lanes, constants.ISSUED_LANES_OF_FUNCTIONS)
+    return cycles_to_seconds(instructions / (lanes * hardware.sm_count), hardware)
 
 
 def _has_64_lanes(hardware: Hardware) -> bool:
