@@ -15,13 +15,13 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from delayed_scaling import in_fp8
 from llm_foundry import mpt, training_step, triton_attention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformer_engine import in_fp8
 from validation_rows import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter

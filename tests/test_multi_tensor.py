@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flopmeter import FlopMeter
-from flopmeter.costs.multi_tensor import launches_of
+from flopmeter.costs.multi_tensor import _mean_launch, launches_of
 from flopmeter.records import VectorWork
 from flopmeter.torch_names import dispatcher
 
@@ -17,6 +17,9 @@ fp32, bf16 = torch.float32, torch.bfloat16
 def torch_2_11(monkeypatch):
     """The torch of the profiles."""
     monkeypatch.setattr(dispatcher, "running_version", lambda: (2, 11))
+    _mean_launch.cache_clear()
+    yield
+    _mean_launch.cache_clear()
 
 
 def of_chunks(count, dtype):

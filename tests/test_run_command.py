@@ -116,7 +116,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("raise ImportError('the package for FlashAttention2 is not there')", 1, "with --shim flash_attn"),
         ("raise ImportError('it requires bitsandbytes')", 1, "stand in with --shim bitsandbytes"),
         ("raise ImportError('no kernels, and no apexes')", 1, "what it names is to be installed"),
-        ("import transformer_engine.pytorch", 1, "not installed: use torch's own layers; for fp8 those of torchao"),
+        ("import transformer_engine.pytorch", 1, "let flopmeter stand in with --shim transformer_engine"),
         ("from os import nothing_there", 1, "it comes with a newer Python than this one (3."),
         ("from yaml import nothing_there", 1, "does not have it: install the version that the script wants"),
         ("from train import nothing_there", 1, "train.py hides a package that is called train too: rename the file"),

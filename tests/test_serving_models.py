@@ -456,7 +456,7 @@ def test_logits_of_all_requests_at_a_time_have_room_beside_the_cache():
     drafted = serving(config, [H100], prompt=65536, output=16, draft=config, draft_tokens=7).rows[0]
     room = load_hardware(H100).memory_bytes - 0.6e9 - drafted.weight_bytes
     a_request = drafted.kv_bytes_per_request + 8 * 262_144 * (2 + 4)
-    assert drafted.most_requests == pytest.approx(room / a_request, rel=0.02)
+    assert drafted.most_requests == pytest.approx(room / a_request, rel=0.03)
     assert plain.most_requests > 2 * drafted.most_requests  # whose caches are twice as large
 
 

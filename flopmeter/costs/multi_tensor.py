@@ -7,6 +7,7 @@ each list, computes, stores them and takes the next four.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import ceil
@@ -38,11 +39,9 @@ FUNCTION_REGISTERS = 60
 def in_launches(cost: Cost, sizes: Iterable[int], lists: int, *, functions: int = 0, instructions: int = 0) -> Cost:
     """The kernel as the launches that torch makes of it. `sizes`: elements of each tensor of a list; `functions`: roots
     and quotients of an element; `instructions`: those of an element, where they may bound the kernel."""
-    parts = tuple(launches_of(sizes, lists))
-    if not parts or not isinstance(cost.work, VectorWork):
+    launches, blocks, longest = _mean_launch(tuple(sizes), lists)
+    if not launches or not isinstance(cost.work, VectorWork):
         return cost
-    of_all = [sum(each) for each in zip(*parts, strict=True)]
-    blocks, longest = (ceil(each / len(parts)) for each in of_all)
     grid = ThreadGrid(
         blocks,
         BLOCK_THREADS,
@@ -50,10 +49,20 @@ def in_launches(cost: Cost, sizes: Iterable[int], lists: int, *, functions: int 
         at_a_time=AT_A_TIME,
         cycles=STEP_CYCLES + AT_A_TIME * functions * FUNCTION_CYCLES,
         registers=FUNCTION_REGISTERS if functions else 0,
-        launches=len(parts),
+        launches=launches,
         in_turns=True,
     )
-    return replace(cost, work=cost.work._replace(grid=grid, kernels=len(parts), instructions=instructions))
+    return replace(cost, work=cost.work._replace(grid=grid, kernels=launches, instructions=instructions))
+
+
+@functools.lru_cache(maxsize=64)
+def _mean_launch(sizes: tuple[int, ...], lists: int) -> tuple[int, int, int]:
+    """How many launches there are, and blocks and longest chunk of one. An optimizer asks again for each of its ops."""
+    parts = tuple(launches_of(sizes, lists))
+    if not parts:
+        return 0, 0, 0
+    blocks, longest = (ceil(sum(each) / len(parts)) for each in zip(*parts, strict=True))
+    return len(parts), blocks, longest
 
 
 def launches_of(sizes: Iterable[int], lists: int) -> Iterator[tuple[int, int]]:

@@ -314,7 +314,6 @@ CUDA_EXTENSIONS = {
     **{package: f"let flopmeter stand in with --shim {package}" for package in SHIMS},
     "triton": "pip install triton, which works without a GPU",
     "deepspeed": "pip install deepspeed, whose engine runs without its kernels, or use DDP or FSDP2",
-    "transformer_engine": "use torch's own layers; for fp8 those of torchao.float8 (pip install torchao)",
     "vllm": "use flopmeter serve, which predicts what a server of a model costs",
 }
 """Packages of compiled kernels, and what to do without them."""

@@ -32,12 +32,13 @@ from flopmeter.timing.matmul import Busy, overlap
 
 def arithmetic_seconds(cost: Cost, hardware: Hardware) -> float:
     """Seconds of all work but matmuls, on the vector units; another unit converts at the same time."""
-    flops = cost.flops - 2 * cost.macs
-    counted = cost.work.instructions if isinstance(cost.work, VectorWork) else 0
-    if cost.op_class == ELEMENTWISE and cost.access != "fused" and not issuing_seconds(counted, hardware):
-        flops += (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
+    flops, started = cost.flops - 2 * cost.macs, 0.0
+    if cost.op_class == ELEMENTWISE and cost.access != "fused":
+        started = issuing_seconds(cost.work.instructions, hardware) if isinstance(cost.work, VectorWork) else 0.0
+        flops += 0 if started else (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
     share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
-    arithmetic = flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share) if flops else 0.0
+    peak = hardware.vector_peak(cost.dtype).sustained_flop_per_s if flops else 1.0
+    arithmetic = max(started, flops / (peak * share))
     is_slow = hardware.vendor == "nvidia"
     lanes = constants.CONVERSIONS_PER_CYCLE if is_slow else constants.AMD_LANES_PER_COMPUTE_UNIT
     return overlap(arithmetic, narrow_unit_seconds(cost.conversions, lanes, hardware), constants.VECTOR_OVERLAP)

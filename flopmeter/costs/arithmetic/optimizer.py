@@ -152,7 +152,8 @@ def _of_list(
     call: Call, per_element: PerElement, *, fused_multiply_add: bool, read: Iterable[TensorSpec] | None = None
 ) -> Cost:
     """The given real operations for each element of the first list."""
-    n = _elements(call)
+    sizes = _sizes(call)
+    n = sum(sizes)
     cost = make_cost(
         call,
         ELEMENTWISE,
@@ -162,22 +163,28 @@ def _of_list(
         fused_multiply_add=fused_multiply_add,
         complex_factor=1,
     )
-    return _launched(call, cost)
+    return _launched(call, cost, sizes)
 
 
-def _launched(call: Call, cost: Cost, *, functions: int = 0, instructions: int = 0) -> Cost:
+def _launched(
+    call: Call, cost: Cost, sizes: tuple[int, ...] | None = None, *, functions: int = 0, instructions: int = 0
+) -> Cost:
     """The kernel in its launches, each of which takes the addresses of the lists that it reads or writes (a fused one
     counts its steps by another way)."""
     lists = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, tuple) and value]
     tensors = sum(isinstance(value[0], TensorSpec) for value in lists)
     tensors += not call.name.endswith("_")  # a list for the results
     tensors -= bool(call.get("state_steps"))
-    sizes = (spec.numel for spec in _first_list(call))
+    sizes = _sizes(call) if sizes is None else sizes
     return in_launches(cost, sizes, tensors, functions=functions, instructions=instructions)
 
 
 def _elements(call: Call) -> int:
-    return sum(spec.numel for spec in _first_list(call))
+    return sum(_sizes(call))
+
+
+def _sizes(call: Call) -> tuple[int, ...]:
+    return tuple([spec.numel for spec in _first_list(call)])
 
 
 def _first_list(call: Call) -> tuple[TensorSpec, ...]:
