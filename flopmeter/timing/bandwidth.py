@@ -180,21 +180,19 @@ def integer_seconds(operations: int, hardware: Hardware) -> float:
     return narrow_unit_seconds(operations, constants.INTEGER_LANES_PER_SM, hardware)
 
 
+def has_few_lanes(hardware: Hardware) -> bool:
+    """Whether an SM starts 128 threads' instructions in a cycle and has 64 lanes for fp32, each of which does a
+    multiply-add in a cycle, and not 128 as newer parts."""
+    started = issued_lanes(hardware) * hardware.sm_count * clock_hz(hardware) / over_boost(hardware)
+    return hardware.vendor == "nvidia" and hardware.vector_peak("fp32").flop_per_s < 2 * 0.75 * started
+
+
 def issuing_seconds(instructions: int, hardware: Hardware, share: float = 1.0) -> float:
     """Time in which the SMs of a GPU start that many instructions of single threads; not known elsewhere, so 0.
     `share`: of what they could start."""
     if not instructions or hardware.vendor not in ("nvidia", "amd"):
         return 0.0
-    lanes = share * issued_lanes(hardware)
-    if hardware.vendor == "nvidia" and _has_64_lanes(hardware):
-        lanes = min(lanes, constants.ISSUED_LANES_OF_FUNCTIONS)
-    return cycles_to_seconds(instructions / (lanes * hardware.sm_count), hardware)
-
-
-def _has_64_lanes(hardware: Hardware) -> bool:
-    """Whether an SM has 64 lanes for fp32, each of which does a multiply-add in a cycle, and not 128 as newer parts."""
-    cycles_per_s = clock_hz(hardware) / over_boost(hardware)
-    return hardware.vector_peak("fp32").flop_per_s < 2 * 96 * hardware.sm_count * cycles_per_s
+    return cycles_to_seconds(instructions / (share * issued_lanes(hardware) * hardware.sm_count), hardware)
 
 
 def narrow_unit_seconds(operations: int, lanes_per_sm: int, hardware: Hardware) -> float:

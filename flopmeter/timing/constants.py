@@ -305,10 +305,10 @@ REGISTERS_OF_SM, REGISTERS_AT_A_TIME = 64 * 1024, 8
 THREAD_BYTES = 16  # that a thread of torch's kernels for plain tensors takes in one load (MemoryAccess.cuh)
 ISSUED_LANES_PER_SM = 128  # an instruction for 32 threads from each of four schedulers in a cycle, of any kind
 ISSUED_LANES_BY_CAPABILITY = {(6, 0): 64}  # two schedulers (CUDA C++ Programming Guide, 'Compute Capability 6.x')
-# The same where an SM has 64 lanes for fp32 and 64 for other arithmetic, in kernels of functions, whose instructions
-# wait for either: GELU in fp16 on an A100 [vidur], 41 million elements of 29 instructions in 122 µs, of which the bytes
-# alone would take 92.
-ISSUED_LANES_OF_FUNCTIONS = 80
+# Share of these that torch's own kernels of functions fill where an SM has 64 lanes for fp32 and 64 for other
+# arithmetic, whose instructions wait for either: GELU in fp16 on an A100 [vidur], 41 million elements of 29
+# instructions in 122 µs, of which the bytes alone would take 92. For compiled kernels there it was not measured.
+ISSUED_SHARE_OF_FUNCTIONS = 0.625
 # Share of these that reductions of torch's compiler fill, whose threads wait for the steps of a loop and for each
 # other. Set on softmaxes of losses on an H100 (.98 to 1.01 of what they took, validation/traces). Other kernels fill
 # all: GELUs, SiLUs, batch norms at inference and GELUs of torch's own come out at .92 to 1.07 by it and VECTOR_OVERLAP.

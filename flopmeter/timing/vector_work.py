@@ -13,6 +13,7 @@ from flopmeter.timing.bandwidth import (
     cache_bytes_per_s,
     clock_hz,
     cycles_to_seconds,
+    has_few_lanes,
     integer_seconds,
     issued_lanes,
     issuing_seconds,
@@ -34,7 +35,8 @@ def arithmetic_seconds(cost: Cost, hardware: Hardware) -> float:
     """Seconds of all work but matmuls, on the vector units; another unit converts at the same time."""
     flops, started = cost.flops - 2 * cost.macs, 0.0
     if cost.op_class == ELEMENTWISE and cost.access != "fused":
-        started = issuing_seconds(cost.work.instructions, hardware) if isinstance(cost.work, VectorWork) else 0.0
+        filled = constants.ISSUED_SHARE_OF_FUNCTIONS if has_few_lanes(hardware) else 1.0
+        started = issuing_seconds(cost.work.instructions, hardware, filled) if isinstance(cost.work, VectorWork) else 0
         flops += 0 if started else (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
     share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
     peak = hardware.vector_peak(cost.dtype).sustained_flop_per_s if flops else 1.0
@@ -57,7 +59,7 @@ def price_vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_
     steps = steps_of(work.grid, cached_share, hardware)
     idle = max(_idle_stretch(work, hardware), 1.0 / steps.busy)
     combining = _row_seconds(work, hardware) * idle
-    share = constants.ISSUED_SHARE_OF_REDUCTIONS if work.reduces else 1.0
+    share = constants.ISSUED_SHARE_OF_REDUCTIONS if work.reduces else 1.0  # of a compiled kernel
     compute = max(arithmetic, issuing_seconds(work.instructions, hardware, share)) * idle + combining
     traffic = memory_seconds(cost, work, hardware, cached_bytes)
     traffic = overlap(traffic, scattered_seconds(work.scatter, hardware) / steps.busy_sms, constants.VECTOR_OVERLAP)
