@@ -38,7 +38,7 @@ FUNCTION_REGISTERS = 60
 
 def in_launches(cost: Cost, sizes: Iterable[int], lists: int, *, functions: int = 0, instructions: int = 0) -> Cost:
     """The kernel as the launches that torch makes of it. `sizes`: elements of each tensor of a list; `functions`: roots
-    and quotients of an element; `instructions`: those of an element, where they may bound the kernel."""
+    and quotients of an element; `instructions`: of all threads, where they may bound the kernel."""
     launches, blocks, longest = _mean_launch(tuple(sizes), lists)
     if not launches or not isinstance(cost.work, VectorWork):
         return cost
