@@ -35,9 +35,11 @@ def arithmetic_seconds(cost: Cost, hardware: Hardware) -> float:
     """Seconds of all work but matmuls, on the vector units; another unit converts at the same time."""
     flops, started = cost.flops - 2 * cost.macs, 0.0
     if cost.op_class == ELEMENTWISE and cost.access != "fused":
-        filled = constants.ISSUED_SHARE_OF_FUNCTIONS if has_few_lanes(hardware) else 1.0
-        started = issuing_seconds(cost.work.instructions, hardware, filled) if isinstance(cost.work, VectorWork) else 0
-        flops += 0 if started else (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
+        if isinstance(cost.work, VectorWork) and cost.work.instructions:
+            filled = constants.ISSUED_SHARE_OF_FUNCTIONS if has_few_lanes(hardware) else 1.0
+            started = issuing_seconds(cost.work.instructions, hardware, filled)
+        if not started:
+            flops += (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
     share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
     peak = hardware.vector_peak(cost.dtype).sustained_flop_per_s if flops else 1.0
     arithmetic = max(started, flops / (peak * share))
