@@ -132,5 +132,5 @@ class _CountedLoop:
 
 def _is_multiply_add(op: str, node: Any) -> bool:
     """Whether the sum shares the instruction of a product that nothing else needs."""
-    products = (each for each in node.all_input_nodes if str(each.target) == "mul" and len(each.users) == 1)
-    return op in ("add", "sub") and next(products, None) is not None
+    is_product = (str(each.target) == "mul" and len(each.users) == 1 for each in node.all_input_nodes)
+    return op in ("add", "sub") and any(is_product)

@@ -240,9 +240,7 @@ class ThreadGrid(NamedTuple):
     registers: int = 0  # of a thread, on NVIDIA's; 0: few enough that an SM holds as many threads as it can
     chains: int = 1  # of instructions of a thread that do not wait for each other, such as those of several elements
     by_element: bool = False  # an element-wise kernel; its first access is that of the kernel, which is priced apart
-    in_turns: bool = (
-        False  # a block stores what its threads have computed before they load again, and no other hides it
-    )
+    in_turns: bool = False  # its few blocks load, compute and store in turns, and hide little of each other's waiting
     launches: int = 1  # one after another, with so many blocks each
     loop: GridLoop | None = None  # if no more blocks start than an SM is to hold; `blocks` is what would do without
 

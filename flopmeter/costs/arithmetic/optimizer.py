@@ -74,14 +74,14 @@ def foreach_pow(call: Call) -> Cost:
 
 
 # Operations per parameter of the update formulas in torch/optim (adam.py, sgd.py, adagrad.py).
-_ADAM = 3 + 4 + 3 + 3  # m += (g - m)·(1 - b1); v = b2·v + (1 - b2)·g·g; sqrt(v)/c + eps; p -= lr·m/d
-_DECAY = {"adam": 2, "adamw": 1, "sgd": 2, "adagrad": 2}  # g += wd·p; decoupled: p *= 1 - lr·wd
+ADAM = 3 + 4 + 3 + 3  # m += (g - m)·(1 - b1); v = b2·v + (1 - b2)·g·g; sqrt(v)/c + eps; p -= lr·m/d
+DECAY = {"adam": 2, "adamw": 1, "sgd": 2, "adagrad": 2}  # g += wd·p; decoupled: p *= 1 - lr·wd
 
 # Roots and quotients of an element, each of which its thread waits for (fused_adam_utils.cuh: sqrt(v)/c, m/d;
 # FusedAdagradKernel.cu: g/d), and instructions of Adam for an element: 55 in fp32 and 59 in bf16 in the machine code of
 # torch 2.15 for compute capability 9.0, less the slow paths of special values.
-_ADAM_FUNCTIONS, _ADAGRAD_FUNCTIONS = 3, 2
-_ADAM_INSTRUCTIONS = 57
+ADAM_FUNCTIONS, _ADAGRAD_FUNCTIONS = 3, 2
+ADAM_INSTRUCTIONS = 57
 
 
 @rule(aten._fused_adam_, aten._fused_adamw_)
@@ -89,10 +89,10 @@ def fused_adam(call: Call) -> Cost:
     """One kernel reads parameters, gradients and both moments, writes all but the gradients.
     AMSGrad keeps the larger second moment (a comparison)."""
     name = "adam" if call.func.overloadpacket is aten._fused_adam_ else "adamw"
-    flops = _ADAM + (_DECAY[name] if call.argument("weight_decay") else 0)
+    flops = ADAM + (DECAY[name] if call.argument("weight_decay") else 0)
     n = _elements(call)
     cost = _fused(call, flops * n, transcendentals=n)
-    return _launched(call, cost, functions=_ADAM_FUNCTIONS, instructions=_ADAM_INSTRUCTIONS * n)
+    return _launched(call, cost, functions=ADAM_FUNCTIONS, instructions=ADAM_INSTRUCTIONS * n)
 
 
 @rule(aten._fused_sgd_)
@@ -100,14 +100,14 @@ def fused_sgd(call: Call) -> Cost:
     """p -= lr·g; with momentum b = mu·b + (1 - dampening)·g first, and Nesterov's g + mu·b."""
     momentum = call.argument("momentum")
     flops = 2 + (3 if momentum else 0) + (2 if call.argument("nesterov") else 0)
-    flops += _DECAY["sgd"] if call.argument("weight_decay") else 0
+    flops += DECAY["sgd"] if call.argument("weight_decay") else 0
     return _launched(call, _fused(call, flops * _elements(call)))
 
 
 @rule(aten._fused_adagrad_)
 def fused_adagrad(call: Call) -> Cost:
     """s += g·g; p -= lr·g / (sqrt(s) + eps)."""
-    flops = 2 + 5 + (_DECAY["adagrad"] if call.argument("weight_decay") else 0)
+    flops = 2 + 5 + (DECAY["adagrad"] if call.argument("weight_decay") else 0)
     n = _elements(call)
     return _launched(call, _fused(call, flops * n, transcendentals=n), functions=_ADAGRAD_FUNCTIONS)
 

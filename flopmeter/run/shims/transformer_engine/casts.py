@@ -60,6 +60,7 @@ def bias_sum(call: Call, columns: int, rows: int) -> Cost:
 
 
 def _cast_cost(call: Call) -> Cost | tuple[Cost, ...]:
+    """The products with a scale; in blocks, of each block's largest value, which the same kernel finds."""
     x, adds = call.inputs[0], call.argument("bias_gradient")
     written = call.outputs[:-1] if adds else call.outputs
     cast = make_cost(call, ELEMENTWISE, (SCALED + adds) * x.numel, written=written)
@@ -98,15 +99,7 @@ def in_blocks(x: Tensor, shape: tuple[int, ...], scheme: str, dtype: torch.dtype
     return [x.new_empty((rows, depth // packing(dtype)), dtype=dtype), scales_of(x, rows, depth, scheme)]
 
 
-def _block_cost(call: Call) -> Cost | tuple[Cost, ...]:
-    """Each block's largest value, then the products."""
-    x, adds = call.inputs[0], call.argument("bias_gradient")
-    written = call.outputs[:-1] if adds else call.outputs
-    cost = make_cost(call, ELEMENTWISE, (SCALED + adds) * x.numel, written=written)
-    return (cost, bias_sum(call, x.shape[-1], x.shape[0])) if adds else cost
-
-
-@kernel("te_cast_blocks", _block_cost)
+@kernel("te_cast_blocks", _cast_cost)
 def cast_blocks(
     x: Tensor, scheme: str, dtype: torch.dtype, rows: bool, columns: bool, bias_gradient: bool
 ) -> list[Tensor]:

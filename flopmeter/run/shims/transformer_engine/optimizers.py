@@ -9,25 +9,24 @@ import torch
 from torch import Tensor
 
 from flopmeter.costs import make_cost
+from flopmeter.costs.arithmetic.optimizer import ADAM, ADAM_FUNCTIONS, ADAM_INSTRUCTIONS, DECAY
 from flopmeter.costs.multi_tensor import in_launches
 from flopmeter.records import ELEMENTWISE, Call, Cost
 from flopmeter.run.shims.apex import FusedSGD, multi_tensor_applier, multi_tensor_l2norm, multi_tensor_scale
 from flopmeter.run.shims.kernel import kernel
 from flopmeter.run.shims.transformer_engine.base import refuse
 
-# As of torch's (costs/arithmetic/optimizer.py), whose kernel has the same chunks and formulas. Operations a parameter:
-# both moments 7, root and division 3, step 3, decay 1, with one root; roots and quotients that a thread waits for;
-# instructions.
-ADAM, ADAM_FUNCTIONS, ADAM_INSTRUCTIONS = 14, 3, 57
-
 
 def _adam_cost(call: Call) -> Cost:
-    """Gradients and states are read, all but the gradients are written; with masters, parameters are only written."""
+    """Gradients and states are read, all but the gradients are written; with masters, parameters are only written. Its
+    chunks and formulas, with a decay, are those of torch's kernel."""
     gradients, parameters, masters = (call.argument(name) for name in ("gradients", "parameters", "masters"))
     n = sum(spec.numel for spec in parameters)
     states = [*call.argument("first"), *call.argument("second"), *masters]
     read = (*gradients, *states, *(() if masters else parameters))
-    cost = make_cost(call, ELEMENTWISE, ADAM * n, transcendentals=n, read=read, written=(*states, *parameters))
+    cost = make_cost(
+        call, ELEMENTWISE, (ADAM + DECAY["adamw"]) * n, transcendentals=n, read=read, written=(*states, *parameters)
+    )
     sizes, lists = [spec.numel for spec in parameters], 5 if masters else 4
     return in_launches(cost, sizes, lists, functions=ADAM_FUNCTIONS, instructions=ADAM_INSTRUCTIONS * n)
 
