@@ -6,7 +6,9 @@ of call is an op with its shapes. A trace that cannot be compared (no profile of
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 
 from tabulate import tabulate
@@ -14,9 +16,11 @@ from validate_kernels import duration
 
 from flopmeter import HardwareError
 from flopmeter.measured import Check, CheckRow, ProfileError, check
+from flopmeter.timing.bands import Band, band
 
 LARGEST_MISSES = 10
 MOST_SHAPES = 70  # characters
+LEAST_SECONDS = 2e-6  # of a call that counts for its class; shorter ones are all latency
 
 
 def traces(folder: Path) -> dict[str, dict[str, float]]:
@@ -33,6 +37,7 @@ def traces(folder: Path) -> dict[str, dict[str, float]]:
     for name, one in checks.items():
         _by_duration(name, one)
         _largest_misses(name, one)
+    _by_kernel_class(checks.values())
     return {f"trace {name}": _figures(one) for name, one in checks.items()}
 
 
@@ -94,3 +99,28 @@ def _measured(rows: Iterable[CheckRow]) -> float:
 
 def _seconds_of_call(row: CheckRow) -> float:
     return row.measured_seconds / row.calls
+
+
+def _by_kernel_class(checks: Iterable[Check]) -> None:
+    """Of all traces, by class of kernel: how far measured times are from predicted ones, and how many in the band."""
+    groups: dict[str, list[tuple[CheckRow, Band]]] = {}
+    for one in checks:
+        for row in one.rows:
+            if row.kernel_class and _seconds_of_call(row) >= LEAST_SECONDS:
+                groups.setdefault(row.kernel_class, []).append((row, band(row.kernel_class, one.hardware)))
+    lines = [_line_of_class(name, rows) for name, rows in groups.items()]
+    headers = ["kernel class", "kinds", "measured ms", "a tenth below", "median", "a tenth above", "time in band %"]
+    print(f"\nmeasured / predicted, calls weighted by their time\n{tabulate(lines, headers=headers, floatfmt='.2f')}")
+
+
+def _line_of_class(name: str, rows: list[tuple[CheckRow, Band]]) -> list[object]:
+    ratios = sorted((row.measured_seconds / row.predicted_seconds, row.measured_seconds) for row, _ in rows)
+    measured = sum(seconds for _, seconds in ratios)
+    reached = list(accumulate(seconds for _, seconds in ratios))
+    quantiles = [ratios[bisect_left(reached, share * measured)][0] for share in (0.1, 0.5, 0.9)]
+    inside = sum(
+        row.measured_seconds
+        for row, of_class in rows
+        if 1 - of_class.below <= row.measured_seconds / row.predicted_seconds <= 1 + of_class.above
+    )
+    return [name, len(rows), 1e3 * measured, *quantiles, 100 * inside / measured]

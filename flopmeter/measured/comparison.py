@@ -113,14 +113,15 @@ class _Prices:
         self.device = device
         self._laws: dict[Clocks, PowerLaws] = {clocks: PowerLaws() for clocks in get_args(Clocks)}
 
-    def seconds(self, cost: Cost, switches: Switches, ran: NamedKernel, clocks: Clocks) -> float:
+    def of(self, cost: Cost, switches: Switches, ran: NamedKernel, clocks: Clocks) -> tuple[float, str]:
+        """Seconds, and the kernel's class."""
         law = self._laws[clocks].of(self.device, switches, clocks)
         if law is not None:
             price = law.price_alone(cost, ran)
         else:
             price = KernelPrices(self.device, switches)(cost, 0.0, 1.0, ran)
         staging = cost.staged_bytes / self.device.host.copy_bytes_per_s  # which a profile has in the copy's own time
-        return price.busy.seconds + self.device.kernel_floor_seconds + staging
+        return price.busy.seconds + self.device.kernel_floor_seconds + staging, price.kernel_class
 
 
 @dataclass
@@ -325,10 +326,10 @@ def _priced(
         row = CheckRow(name, shapes, NO_KERNEL, "")
         return _Prediction(row, dict.fromkeys(get_args(Clocks), dispatch), 0, 0)
     of_each = {
-        clocks: [prices.seconds(cost, switches, ran if cost.macs else UNNAMED, clocks) for cost in costs]
+        clocks: [prices.of(cost, switches, ran if cost.macs else UNNAMED, clocks) for cost in costs]
         for clocks in get_args(Clocks)
     }
-    longest = max(zip(of_each["sustained"], costs, strict=True), key=lambda pair: pair[0])[1]
+    (_, kernel_class), longest = max(zip(of_each["sustained"], costs, strict=True), key=lambda pair: pair[0][0])
     row = CheckRow(
         name,
         shapes,
@@ -337,9 +338,10 @@ def _priced(
         floor_seconds=sum(least_seconds(cost, device, switches) for cost in costs),
         flops=sum(cost.executed_flops for cost in costs),
         bytes=sum(cost.bytes for cost in costs),
+        kernel_class=kernel_class,
     )
     dispatch = op_seconds(longest, host) if host else 0.0
-    seconds = {clocks: sum(kernels) + dispatch for clocks, kernels in of_each.items()}
+    seconds = {clocks: sum(each for each, _ in kernels) + dispatch for clocks, kernels in of_each.items()}
     return _Prediction(row, seconds, sum(cost.macs for cost in costs), sum(cost.model_flops for cost in costs))
 
 

@@ -22,6 +22,7 @@ class CheckRow(NamedTuple):
     shapes: str  # of the tensors that a call reads; '' for a class
     op_class: str
     dtype: str
+    kernel_class: str = ""  # of the longest kernel: its band tells how sure the prediction is (timing/bands.py)
     calls: int = 1
     measured_seconds: float = 0.0
     predicted_seconds: float = 0.0
@@ -204,4 +205,4 @@ def _columns(hardware: Hardware, dtype: str) -> list[ColumnOf[CheckRow]]:
 def _sum(name: str, rows: Iterable[CheckRow]) -> CheckRow:
     columns = list(zip(*rows, strict=True))
     first_summed = CheckRow._fields.index("calls")
-    return CheckRow(name, "", name, "", *(sum(column) for column in columns[first_summed:]))
+    return CheckRow(name, "", name, "", "", *(sum(column) for column in columns[first_summed:]))
