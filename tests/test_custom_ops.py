@@ -183,3 +183,33 @@ def test_a_kernel_inside_an_op_reads_and_writes_the_tensors_of_the_program():
     )
     added_to, added = (after.op.storages[spec.storage] for spec in after.op.call.inputs)
     assert (read, written) == (added, added_to)
+
+
+@torch.library.custom_op("flopmeter_python::without_fake", mutates_args=())
+def without_fake(x: Tensor, weight: Tensor) -> Tensor:
+    return F.gelu(x @ weight)
+
+
+bare = torch.library.Library("flopmeter_python_bare", "DEF")
+bare.define("mm_gelu(Tensor x, Tensor weight) -> Tensor")
+bare.impl("mm_gelu", lambda x, weight: F.gelu(x @ weight), "CUDA")
+
+
+@pytest.mark.parametrize("op", [without_fake, torch.ops.flopmeter_python_bare.mm_gelu])
+def test_an_op_in_python_without_a_fake_kernel_runs_as_the_ops_that_it_consists_of(op):
+    """As on a GPU, where only compilers ask for a fake kernel."""
+    x, weight = meta(ROWS, INSIDE), meta(INSIDE, WIDTH)
+    assert [kernel.cost.name for kernel in metered(lambda: op(x, weight)).kernels] == ["mm", "gelu"]
+
+
+def test_an_op_of_aten_that_a_library_replaces_runs_as_the_replacement_until_it_is_taken_back():
+    """As torch.nn.attention.activate_flash_attention_impl puts FlashAttention-3 in the place of torch's kernels."""
+    x = meta(ROWS, WIDTH)
+    replaced = torch.library.Library("aten", "IMPL")
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        F.silu(x)
+        replaced.impl("silu", lambda x: x * torch.sigmoid(x), "CUDA")
+        F.silu(x)
+        replaced._destroy()
+        F.silu(x)
+    assert [kernel.cost.name for kernel in meter.report().kernels] == ["silu", "sigmoid", "mul", "silu"]

@@ -28,9 +28,9 @@ for step in range(10):
     optimizer.step()
     print("step", step)
 """
-WITHOUT_A_FAKE = (
-    "import torch; op = torch.library.custom_op('script::no_fake', lambda x: x + 1, mutates_args=(), "
-    "schema='(Tensor x) -> Tensor'); op(torch.ones(1, device='cuda'))"
+WITHOUT_A_FAKE = (  # as an op in C++ looks that is compiled for CUDA
+    "import torch; library = torch.library.Library('script', 'DEF'); library.define('no_fake(Tensor x) -> Tensor')\n"
+    "torch.ops.script.no_fake(torch.ones(1, device='cuda'))"
 )
 STARTS_PYTHON = "import subprocess, sys; subprocess.run([sys.executable, 'nowhere.py', '--x'], check=True)"
 

@@ -148,6 +148,8 @@ listed(BUFFERS, "torch.nn", "Module._non_persistent_buffers_set", "which no file
 listed(DOUBLE_BACKWARD, "torch.autograd.graph", "_engine_run_backward", "with what it was called")
 listed(CUSTOM_OPS, "torch._library.custom_ops", "CustomOpDef._opoverload", "its op", on_instances=True)
 PYTHON_KERNELS = listed(PYTHON_OPS, "torch.library", "_impls", "which ops have a Python function as a kernel")
+CUSTOM_DEFINITIONS = listed(PYTHON_OPS, "torch._library.custom_ops", "OPDEFS", "what torch.library.custom_op made")
+listed(PYTHON_OPS, "torch._library.custom_ops", "CustomOpDef._abstract_fn", "its fake kernel", on_instances=True)
 listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._from_config", "makes a model")
 listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._supports_sdpa", "whether its attention calls SDPA")
 listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._is_stateful", "whether a model keeps states")

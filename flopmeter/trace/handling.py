@@ -9,9 +9,9 @@ from torch._ops import OpOverload
 
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.rules import rule_of
-from flopmeter.records.collectives import MADE_OF_COLLECTIVES
 from flopmeter.torch_names.operators import aten
-from flopmeter.torch_names.private import TRITON_OPERATORS, has_kernel
+from flopmeter.torch_names.private import has_kernel
+from flopmeter.trace.implementations import key_of_parts
 from flopmeter.trace.process_groups import NAMESPACES
 
 _RESIZING = (aten.resize_, aten.resize_as_, aten.resize)
@@ -30,7 +30,7 @@ class Handling(NamedTuple):
     asks_values: bool  # known values may answer it whatever it is passed
     is_collective: bool = False  # is passed process groups and returns handles
     is_foreach: bool = False  # does the same at each place of its lists
-    launches_kernels: bool = False  # made of Triton kernels, or of collectives, which are recorded instead
+    has_parts: bool = False  # the ops that a function in Python runs are recorded instead
 
 
 def is_composite(func: OpOverload) -> bool:
@@ -53,8 +53,7 @@ def _handling(func: Any) -> Handling:
         False,
         func.namespace in NAMESPACES,
         func._schema.name.startswith("aten::_foreach_"),
-        func._schema.name in MADE_OF_COLLECTIVES
-        or (TRITON_OPERATORS.loaded and func._schema.name in TRITON_OPERATORS.value),
+        key_of_parts(func) is not None,
     )
 
 

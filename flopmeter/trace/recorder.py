@@ -43,7 +43,7 @@ from flopmeter.trace.attribution import Attribution
 from flopmeter.trace.flex_attention import template_of
 from flopmeter.trace.gradients import IN_PLACE, without_a_mode
 from flopmeter.trace.handling import FRESH, Handling, Handlings
-from flopmeter.trace.implementations import body_of, python_key
+from flopmeter.trace.implementations import body_of, key_of_parts, python_key, told_of_kernels
 from flopmeter.trace.mode_flags import tell_modes
 from flopmeter.trace.module_paths import ModulePaths
 from flopmeter.trace.process_groups import ProcessGroups, without_handles
@@ -149,6 +149,7 @@ class Recorder(TorchDispatchMode):
             with ExitStack() as undo:
                 undo.enter_context(self.modules)
                 undo.enter_context(triton_kernels.recorded(self, self.values))
+                undo.enter_context(told_of_kernels(self._handlings.clear))
                 undo.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
                 undo.callback(register_optimizer_step_post_hook(self._leave_step).remove)
                 streams.listeners.append(self._listener)
@@ -285,9 +286,11 @@ class Recorder(TorchDispatchMode):
                 override = self._overrides.get(func)
                 # The C++ composite itself; `func.decompose` would prefer Python re-writes of some of them.
                 return override(*args, **kwargs) if override else func._op_dk(_COMPOSITE, *args, **kwargs)
-        if handling.launches_kernels and all(tensor.is_meta for tensor in tensors_in((args, kwargs))):
-            with self:
-                return func._op_dk(DispatchKey.Meta, *args, **kwargs)
+        if handling.has_parts and all(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+            key = key_of_parts(func)  # asked again: where a library is gone, so is its function
+            if key is not None:
+                with self:
+                    return func._op_dk(key, *args, **kwargs)
         if func in IN_PLACE:
             func, args = without_a_mode(func, args, self.trace.ops, self.number_of)
             handling = self._handlings[func]
