@@ -29,7 +29,7 @@ for step in range(10):
     print("step", step)
 """
 WITHOUT_A_FAKE = (  # as an op in C++ looks that is compiled for CUDA
-    "import torch; library = torch.library.Library('script', 'DEF'); library.define('no_fake(Tensor x) -> Tensor')\n"
+    "import torch; ops = torch.library.Library('script', 'DEF'); ops.define('no_fake(Tensor x) -> Tensor'); "
     "torch.ops.script.no_fake(torch.ones(1, device='cuda'))"
 )
 STARTS_PYTHON = "import subprocess, sys; subprocess.run([sys.executable, 'nowhere.py', '--x'], check=True)"

@@ -17,7 +17,7 @@ from torch import nn
 
 import flopmeter
 from flopmeter.run.session import Wishes
-from flopmeter.run.shims import SHIMS, modules_of
+from flopmeter.run.shims import SHIMS, shim_of
 
 A100 = "a100-sxm4-80gb"
 
@@ -45,14 +45,17 @@ def kernels(report) -> dict[str, object]:
 @pytest.mark.parametrize("shim", SHIMS)
 def test_every_name_of_a_shim_can_be_imported_and_is_told(shim):
     with flopmeter.cuda(A100, wishes=Wishes(shims=(shim,))) as device:
-        for module, names in modules_of(shim).items():
+        for module, names in shim_of(shim).MODULES.items():
             assert all(getattr(importlib.import_module(module), name) is not None for name in names)
             with pytest.raises(ImportError, match=f"shim of {module} has no 'nothing'"):
                 importlib.import_module(module).nothing  # noqa: B018
         torch.ones(1, device="cuda")
     told = {note.split(" is flopmeter's")[0] for note in device.report().step.notes if "shim" in note}
     assert told == {
-        f"{module}.{name}" for module, names in modules_of(shim).items() for name, has in names.items() if callable(has)
+        f"{module}.{name}"
+        for module, names in shim_of(shim).MODULES.items()
+        for name, has in names.items()
+        if callable(has)
     }
 
 
@@ -96,7 +99,7 @@ import sys, torch, transformers
 config = transformers.LlamaConfig(
     vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
 )
-attention = {"attn_implementation": "flash_attention_2", "dtype": torch.bfloat16}
+attention = {"attn_implementation": sys.argv[2], "dtype": torch.bfloat16}
 model = transformers.LlamaForCausalLM._from_config(config, **attention).cuda()
 mask = torch.ones(2, 256, dtype=torch.long)
 mask[:, int(sys.argv[1]) :] = 0
@@ -106,15 +109,23 @@ for _ in range(40):
 """
 
 
-@pytest.mark.parametrize("kept", [256, 200])
-def test_flash_attention_2_of_transformers_runs_by_the_shim_and_leaves_padding_out(kept, tmp_path):
+@pytest.mark.parametrize(
+    ("shim", "hardware", "implementation", "kept"),
+    [
+        ("flash_attn", A100, "flash_attention_2", 256),
+        ("flash_attn", A100, "flash_attention_2", 200),
+        ("flash_attn_4", "b200-sxm-180gb", "flash_attention_4", 200),
+    ],
+)
+def test_flash_attention_of_transformers_runs_by_the_shim_and_leaves_padding_out(
+    shim, hardware, implementation, kept, tmp_path
+):
     """Two layers, two texts. In a process of its own, as transformers keeps what it found installed."""
     pytest.importorskip("transformers")
     (tmp_path / "program.py").write_text(TRANSFORMERS)
-    command = ["-m", "flopmeter", "run", "--hardware", A100, "--shim", "flash_attn", "--format", "json"]
-    ran = subprocess.run(
-        [sys.executable, *command, tmp_path / "program.py", str(kept)], capture_output=True, text=True, check=True
-    )
+    command = ["-m", "flopmeter", "run", "--hardware", hardware, "--shim", shim, "--format", "json"]
+    arguments = [tmp_path / "program.py", str(kept), implementation]
+    ran = subprocess.run([sys.executable, *command, *arguments], capture_output=True, text=True, check=True)
     (attention,) = [row for row in json.loads(ran.stderr)["rows"]["class"] if row["name"] == "attention (fused)"]
     assert attention["flops"] == 2 * 2 * (2 * 2 * kept**2 * 128)
 
@@ -216,7 +227,7 @@ PUBLIC = {
     ("shim", "module"), [(shim, module) for shim, modules in PUBLIC.items() for module in modules], ids=str
 )
 def test_a_shim_has_the_public_names_of_its_package(shim, module):
-    assert set(PUBLIC[shim][module].split()) <= modules_of(shim)[module].keys()
+    assert set(PUBLIC[shim][module].split()) <= shim_of(shim).MODULES[module].keys()
 
 
 def test_flash_attns_rotary_of_packed_heads_turns_q_and_k_in_one_kernel_each_way():

@@ -144,6 +144,8 @@ def _about_import(error: ImportError, script: Script) -> str:
     name = error.name.partition(".")[0]
     if "partially initialized" in str(error) and os.path.basename(error.path or "") == f"{name}.py":
         return f"{error.path} hides a package that is called {name} too: rename the file"
+    if error.name.startswith("flash_attn.cute"):
+        return f"{error.name} is compiled for CUDA: {CUDA_EXTENSIONS['flash_attn_4']}"
     if name in SHIMS and name != error.name:  # its package was there
         return f"flopmeter's shim has no {error.name}: run the script's path without it, by its arguments"
     if name in CUDA_EXTENSIONS:

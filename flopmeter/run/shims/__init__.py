@@ -5,74 +5,121 @@ Until: never; their kernels run on a GPU alone.
 
 A shim has the package's public functions and no kernels: each calls the operator of torch that does the same work, or
 an operator of flopmeter's own (kernel.py) with the shapes and the cost of the package's kernel.
-A shim that keeps something from call to call has a function `begin`, which forgets what the last program left.
+A shim that keeps something from call to call has a function `begin`, which forgets what the last program left, and
+one that a program may put in the place of something of torch's a function `end`, which takes it back. OPERATORS are
+functions in the place of compiled operators, which a program may call as torch.ops.NAMESPACE.NAME.
 It is used where the user asks for it, also in place of a package that is installed, whose kernels cannot run here; the
 report says so. (Not without being asked: libraries look whether a package is there, and then want its internals.)
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from flopmeter.run.shims.kernel import left_out
 
 _ANY = DistributionFinder.Context()
+_STANDS_IN = "flopmeter's shim: it runs operators of the same work"
 SHIMS = tuple(module.name for module in pkgutil.iter_modules(__path__) if module.name != "kernel")
 """The packages that there is a shim of."""
 
 
-def modules_of(package: str) -> Mapping[str, Mapping[str, object]]:
-    """The modules of a shim, each with its contents."""
-    return importlib.import_module(f"{__name__}.{package}").MODULES
+def shim_of(package: str) -> Any:
+    """The module of the shim."""
+    return importlib.import_module(f"{__name__}.{package}")
 
 
 def compiled_parts(package: str) -> Collection[str]:
     """The shims that an installed package needs: its own, or those of the compiled parts that its Python calls."""
-    return getattr(importlib.import_module(f"{__name__}.{package}"), "COMPILED_PARTS", (package,))
+    return getattr(shim_of(package), "COMPILED_PARTS", (package,))
 
 
 @contextmanager
 def importable(packages: Collection[str], note: Callable[[str], None]) -> Iterator[None]:
     """In this context programs import the shims of these packages, even where the packages are installed."""
-    tops = {name.partition(".")[0] for package in packages for name in modules_of(package)}
+    shims = [*map(shim_of, packages)]
+    tops = {name.partition(".")[0] for shim in shims for name in shim.MODULES}
     before = [name for name in sys.modules if name.partition(".")[0] in tops]
     stood = {name: sys.modules.pop(name) for name in before}  # what a package that is installed had imported
-    for package in packages:
-        begin = getattr(importlib.import_module(f"{__name__}.{package}"), "begin", None)
-        if begin is not None:
-            begin()
-        modules = {name: _Shim(name, contents, note) for name, contents in modules_of(package).items()}
-        for name, module in modules.items():
-            parent, _, own = name.rpartition(".")
-            if parent:
-                setattr(modules[parent], own, module)
-            sys.modules[name] = module
-    finder = _Finder([_Metadata(package) for package in packages if "__version__" in modules_of(package)[package]])
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in [each for each in sys.modules if each.partition(".")[0] in tops]:
-            del sys.modules[name]
-        sys.modules.update(stood)
+    finder = _Finder([_Metadata(shim) for shim in shims if "__version__" in _top_of(shim)[1]])
+    with ExitStack() as undo:
+        for shim in shims:
+            getattr(shim, "begin", _nothing)()
+            undo.callback(getattr(shim, "end", _nothing))
+            for namespace, functions in getattr(shim, "OPERATORS", {}).items():
+                _add_operators(namespace, functions, note, undo)
+        sys.modules.update(_modules(shims, note))
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
+            for name in [each for each in sys.modules if each.partition(".")[0] in tops]:
+                del sys.modules[name]
+            sys.modules.update(stood)
+
+
+def _modules(shims: Iterable[Any], note: Callable[[str], None]) -> dict[str, types.ModuleType]:
+    """What the program imports; two shims may have parts of one package."""
+    contents: dict[str, dict[str, object]] = {}
+    for shim in shims:
+        for name, of_module in shim.MODULES.items():
+            contents[name] = {**of_module, **contents.get(name, {})}
+    modules = {name: _Shim(name, of_module, note) for name, of_module in contents.items()}
+    for name, module in modules.items():
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], own, module)
+    return dict(modules)
+
+
+def _add_operators(
+    namespace: str, functions: Mapping[str, Callable[..., Any]], note: Callable[[str], None], undo: ExitStack
+) -> None:
+    place = getattr(torch.ops, namespace)
+    for name, function in functions.items():
+        setattr(place, name, _noted(function, f"torch.ops.{namespace}.{name}", note))
+        undo.callback(delattr, place, name)
+
+
+def _noted(function: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noted(*args: Any, **options: Any) -> Any:
+        note(f"{name} is {_STANDS_IN}")
+        return function(*args, **options)
+
+    return noted
+
+
+def _top_of(shim: Any) -> tuple[str, Mapping[str, object]]:
+    """The package that a shim stands for, or is a part of, and what it has."""
+    name, contents = next(iter(shim.MODULES.items()))
+    return name, contents
+
+
+def _nothing() -> None:
+    """What most shims do before and after a program."""
 
 
 class _Metadata(Distribution):
     """What pip would have written of the package: libraries (transformers, diffusers) ask importlib.metadata for it."""
 
-    def __init__(self, package: str) -> None:
-        shim = importlib.import_module(f"{__name__}.{package}")
+    def __init__(self, shim: Any) -> None:
+        package, contents = _top_of(shim)
         self._text = {
-            "METADATA": f"Name: {shim.DISTRIBUTION}\nVersion: {shim.MODULES[package]['__version__']}\n",
+            "METADATA": f"Name: {shim.DISTRIBUTION}\nVersion: {contents['__version__']}\n",
             "top_level.txt": package,
         }
 
@@ -117,5 +164,5 @@ class _Shim(types.ModuleType):
                 f"flopmeter's shim of {self.__name__} has no {name!r}; it has {', '.join(self._contents)}"
             )
         if callable(self._contents[name]):
-            self._note(f"{self.__name__}.{name} is flopmeter's shim: it runs operators of the same work")
+            self._note(f"{self.__name__}.{name} is {_STANDS_IN}")
         return self._contents[name]

@@ -1,4 +1,4 @@
-"""FlashAttention-3 (hopper/flash_attn_interface.py of github.com/Dao-AILab/flash-attention): one kernel each way.
+"""FlashAttention-3 (hopper/flash_attn_interface.py of github.com/Dao-AILab/flash-attention).
 
 Its price is that library's on Hopper; on other devices, for which it has FlashAttention-2's kernels, theirs. Tensors
 are [batch, length, heads, head size]; sequences that lie end to end are [tokens, heads, head size].
@@ -6,106 +6,26 @@ are [batch, length, heads, head size]; sequences that lie end to end are [tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from flopmeter.costs.access import HALVES
-from flopmeter.costs.contractions.attention import attention, attention_backward
-from flopmeter.records import AttentionWork, Call, Cost
 from flopmeter.run.shims.flash_attn.attention import NO_WINDOW, cache_cost, cached_attention, over_cache
+from flopmeter.run.shims.flash_attn.newer import (
+    check_dtype,
+    kernels_of,
+    priced_as_newest,
+    restore_torchs_attention,
+)
 from flopmeter.run.shims.flash_attn.refusals import refuse
 from flopmeter.run.shims.kernel import kernel, named
-from flopmeter.torch_names.operators import aten
 
 _NOT_THERE = (
     "qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "softcap", "seqused_q", "seqused_k", "rotary_cos",
     "cu_seqlens_q", "cu_seqlens_k_new", "return_softmax_lse",
 )  # fmt: skip
-_LIKE = (
-    "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal", "window_size_left",
-    "window_size_right",
-)  # fmt: skip
-
-
-def _cost(call: Call) -> Cost:
-    return _priced_as(call, attention, aten._flash_attention_forward.default)
-
-
-def _backward_cost(call: Call) -> Cost:
-    return _priced_as(call, attention_backward, aten._flash_attention_backward.default)
-
-
-def _priced_as(call: Call, rule: Callable[[Call], Cost], twin: OpOverload) -> Cost:
-    """The price of torch's own call of FlashAttention-2, by the newer library's kernels."""
-    return _of_3(call, rule(replace(call, func=twin, args=(), kwargs={name: call.argument(name) for name in _LIKE})))
-
-
-def _of_3(call: Call, cost: Cost) -> Cost:
-    assert isinstance(cost.work, AttentionWork)
-    return replace(cost, name=call.name, work=cost.work._replace(backend="flash_3"))
-
-
-@kernel("flash_attn_3", _cost)
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-) -> tuple[Tensor, Tensor]:
-    """The output, and the logarithms of the sums of each row: [batch, heads, length], or [heads, tokens]."""
-    *rows, heads, _ = query.shape
-    sums = query.new_empty((*rows[:-1], heads, rows[-1]), dtype=torch.float32)
-    return query.new_empty((*query.shape[:-1], value.shape[-1])), sums
-
-
-@kernel("flash_attn_3_backward", _backward_cost)
-def _backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value))
-    query_gradient, key_gradient, value_gradient = gradients
-    return query_gradient, key_gradient, value_gradient
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, _, _, _, _, _ = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.rest = inputs[len(tensors) :]
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-    query, key, value, starts, key_starts, out, sums = ctx.saved_tensors
-    none: tuple[None, ...] = (None,) * (2 + len(ctx.rest))
-    if gradient is None:
-        return (None, None, None, *none)
-    return (*_backward(gradient, query, key, value, out, sums, starts, key_starts, *ctx.rest), *none)
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
+_KERNELS = kernels_of("flash_attn_3")
 
 
 def flash_attn_func(
@@ -168,16 +88,89 @@ def _attend(
     options: dict[str, Any],
 ) -> Any:
     refuse({"qv": next((each for each in positional if each is not None), None), **options}, *_NOT_THERE)
-    if q.dtype not in HALVES:
-        raise NotImplementedError(f"flopmeter's shim of FlashAttention-3 takes fp16 and bf16, not {q.dtype}")
-    out, sums = _forward(q, k, v, *lengths, causal, *window)
+    check_dtype(q)
+    out, sums = _KERNELS.attend(q, k, v, *lengths, causal, *window)
     return (out, sums) if options.get("return_attn_probs") else out
 
 
-_over_cache = kernel("flash_attn_3_over_cache", lambda call: _of_3(call, cache_cost(call)), mutates=("key", "value"))(
-    over_cache
-)
+_over_cache = kernel(
+    "flash_attn_3_over_cache", lambda call: priced_as_newest(call, cache_cost(call)), mutates=("key", "value")
+)(over_cache)
+
+
+# --- the compiled operators, as torch calls them once it is told to (torch/nn/attention/_fa3.py) ---------------------
+
+
+def _fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    qv: Tensor | None,
+    out: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    page_table: Tensor | None,
+    kv_batch_idx: Tensor | None,
+    leftpad_k: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    seqlens_rotary: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    softmax_scale: float | None,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor, None, None]:
+    """`flash_attn_3::fwd` of hopper/flash_api.cpp. Raises NotImplementedError for what the shim does not have."""
+    refuse({"k_new": k_new, "seqused_k": seqused_k, "page_table": page_table}, "k_new", "seqused_k", "page_table")
+    check_dtype(q)
+    longest = max_seqlen_q or q.shape[-3], max_seqlen_k or k.shape[-3]
+    rest = (q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, is_causal, window_size_left, window_size_right)
+    if out is None:
+        return (*_KERNELS.attend(*rest), None, None)
+    return out, _KERNELS.attend_into(out, *rest), None, None
+
+
+def _bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    *options: Any,
+) -> None:
+    """`flash_attn_3::bwd`, which writes the three gradients."""
+    longest = max_seqlen_q or q.shape[-3], max_seqlen_k or k.shape[-3]
+    lengths = (cu_seqlens_q, cu_seqlens_k, *longest, is_causal, window_size_left, window_size_right)
+    _KERNELS.backward_into(dq, dk, dv, dout, q, k, v, out, softmax_lse, *lengths)
+
 
 FUNCTIONS = named(flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
 DISTRIBUTION = "flash_attn_3"
 MODULES = {"flash_attn_interface": {"__version__": "3.0.0", **FUNCTIONS}}
+OPERATORS = {"flash_attn_3": {"fwd": _fwd, "bwd": _bwd}}
+end = restore_torchs_attention

@@ -9,11 +9,12 @@ import re
 from types import ModuleType
 from typing import Any
 
-from flopmeter.run.shims import flash_attn_interface
+from flopmeter.run.shims import flash_attn_4, flash_attn_interface
 from flopmeter.run.shims.flash_attn import attention
 from flopmeter.run.shims.kernel import named
 
 _FUNCTIONS = {
+    r"flash-?att(n|ention)-?4": flash_attn_4.FUNCTIONS,
     r"flash-?att(n|ention)-?3": flash_attn_interface.FUNCTIONS,
     r"flash-?att(n|ention)-?2?$": attention.FUNCTIONS,
 }
@@ -24,7 +25,7 @@ def get_kernel(repo_id: str, *args: Any, **options: Any) -> ModuleType:
     """A module as of the package, which has a module `flash_attn_interface`. Raises NotImplementedError for others."""
     functions = _functions(repo_id)
     if functions is None:
-        raise NotImplementedError(f"flopmeter's shim of kernels has flash-attn2 and flash-attn3, and no {repo_id}")
+        raise NotImplementedError(f"flopmeter's shim of kernels has flash-attn2, -3 and -4, and no {repo_id}")
     package, interface = ModuleType(repo_id), ModuleType(f"{repo_id}.flash_attn_interface")
     for module in (package, interface):
         vars(module).update(functions)
