@@ -23,6 +23,7 @@ BUFFERS = "the values of buffers that Hugging Face models compute when they are 
 DOUBLE_BACKWARD = "backward passes with create_graph=True, told from recomputation by a checkpoint"
 CUSTOM_OPS = "register_cost of what torch.library.custom_op returns"
 PYTHON_OPS = "the kernels of custom ops in Python"
+FLASH_KERNELS = "FlashAttention-3 and -4 by torch.nn.attention.activate_flash_attention_impl"
 MODEL_HUBS = "targets such as hf:llama"
 STATIC_CACHES = "compiled decoding of Hugging Face models with a static cache"
 BEAMS = "beam search of Hugging Face models to its last token"
@@ -150,6 +151,11 @@ listed(CUSTOM_OPS, "torch._library.custom_ops", "CustomOpDef._opoverload", "its 
 PYTHON_KERNELS = listed(PYTHON_OPS, "torch.library", "_impls", "which ops have a Python function as a kernel")
 CUSTOM_DEFINITIONS = listed(PYTHON_OPS, "torch._library.custom_ops", "OPDEFS", "what torch.library.custom_op made")
 listed(PYTHON_OPS, "torch._library.custom_ops", "CustomOpDef._abstract_fn", "its fake kernel", on_instances=True)
+FLASH_REGISTRY = listed(FLASH_KERNELS, "torch.nn.attention", "_registry", "which are active in the place of torch's")
+FLASH_IMPLEMENTATIONS = (
+    listed(FLASH_KERNELS, "torch.nn.attention", "_fa3", "what torch keeps of the library"),
+    listed(FLASH_KERNELS, "torch.nn.attention", "_fa4", "what torch keeps of the library"),
+)
 listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._from_config", "makes a model")
 listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._supports_sdpa", "whether its attention calls SDPA")
 listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._is_stateful", "whether a model keeps states")

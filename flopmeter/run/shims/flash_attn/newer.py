@@ -6,7 +6,6 @@ Tensors are [batch, length, heads, head size]; sequences that lie end to end are
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from flopmeter.costs.contractions.attention import attention, attention_backward
 from flopmeter.records import AttentionWork, Call, Cost
 from flopmeter.run.shims.kernel import kernel
 from flopmeter.torch_names.operators import aten
+from flopmeter.torch_names.private import FLASH_IMPLEMENTATIONS, FLASH_KERNELS, FLASH_REGISTRY, lost
 
 _LIKE = (
     "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal", "window_size_left",
@@ -29,7 +29,7 @@ _OF_BACKWARD = ("grad_out", "out", "logsumexp")
 _GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
 
 
-class Kernels(NamedTuple):
+class LibraryKernels(NamedTuple):
     """Operators of one of the libraries, which differ by name. Sums are the logarithms of the sums of each row:
     [batch, heads, length], or [heads, tokens]."""
 
@@ -38,7 +38,7 @@ class Kernels(NamedTuple):
     backward_into: Any  # (three gradients to write, gradient, query, key, value, out, sums, starts, ...)
 
 
-def kernels_of(library: str) -> Kernels:
+def kernels_of(library: str) -> LibraryKernels:
     forward = kernel(library, _cost)(_forward)
     into = kernel(f"{library}_into", _into(_cost, "out"), mutates=("out",))(_forward_into)
     backward = kernel(f"{library}_backward", _into(_backward_cost, *_GRADIENTS), mutates=_GRADIENTS)(_backward_into)
@@ -53,7 +53,7 @@ def kernels_of(library: str) -> Kernels:
         return (*found, *none)
 
     forward.register_autograd(gradients, setup_context=_keep)
-    return Kernels(forward, into, backward)
+    return LibraryKernels(forward, into, backward)
 
 
 def priced_as_newest(call: Call, cost: Cost) -> Cost:
@@ -76,12 +76,11 @@ def window_of(sides: Sequence[int | None]) -> tuple[int, int]:
 def restore_torchs_attention() -> None:
     """torch's own flash kernels, where the program has activated a library's in their place. What torch keeps of the
     library and of the device's capability is forgotten: the next program may run on another device."""
-    registry = sys.modules.get("torch.nn.attention._registry")  # of torch 2.11 and newer
-    if registry is None:
+    if lost(FLASH_KERNELS):  # torch 2.10 and older, which nobody can have told to take others
         return
-    registry.restore_flash_attention_impl(_raise_warn=False)
-    for name in ("torch.nn.attention._fa3", "torch.nn.attention._fa4"):
-        for kept in vars(sys.modules.get(name, object)).values():
+    FLASH_REGISTRY.value.restore_flash_attention_impl(_raise_warn=False)
+    for module in FLASH_IMPLEMENTATIONS:
+        for kept in vars(module.value).values():
             getattr(kept, "cache_clear", int)()
 
 
