@@ -225,14 +225,14 @@ def _delta_rule(
     return _state_step(state, value, [query, key, g, beta], value.shape[1], g.numel()), state
 
 
-def _lightning_attention(
-    layer: Any, hidden_states: Tensor, *_: Any, past_key_values: Any, **__: Any
-) -> tuple[Tensor, None]:
-    """MiniMax writes it out token by token in the layer's own forward, which is left here but for that."""
+def _lightning_attention(layer: Any, hidden_states: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
+    """MiniMax writes it out token by token in the layer's own forward, which is left here but for that. The cache is
+    called `cache` from transformers 5.24 on."""
     batch, tokens, _width = hidden_states.shape
     mixed = layer.act_fn(layer.qkv_proj(hidden_states)).reshape(batch, tokens, layer.num_attention_heads, -1)
     query, key, value = mixed.chunk(3, dim=-1)
-    held = past_key_values.layers[layer.layer_idx]
+    cache = options["cache"] if "cache" in options else options["past_key_values"]
+    held = cache.layers[layer.layer_idx]
     state = held.recurrent_states[0]
     if state is None or tokens > MOST_STEPPED_TOKENS:
         out, state = _lightning_blocks(value, key, query, [layer.slope_rate], layer.block_size)
