@@ -58,6 +58,10 @@ def is_there(module: str) -> bool:
     return found is not None
 
 
+class GivesWay(BaseException):
+    """Ends a script that starts what is metered in its place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a script ended: its exit code, and the exception that ended it, if it was not the last step."""
@@ -80,6 +84,8 @@ def run(script: Script, session: ScriptSession) -> Ending:
             return Ending(130, stop)  # 128 + SIGINT, as a shell tells it
         except SystemExit as stop:
             return Ending(_exit_code(stop), stop if _exit_code(stop) else None)
+        except GivesWay as start:
+            return Ending(1, start)
         except NotSentYet:
             raise
         except BaseException as error:
