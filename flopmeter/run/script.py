@@ -44,11 +44,12 @@ class Script:
 
 def is_there(module: str) -> bool:
     """Looks for the file, in this folder first, without importing the packages that the module is in: they are the
-    program's, and may look at its arguments and at the GPU when they are imported."""
+    program's, and may look at its arguments and at the GPU when they are imported. A folder without an `__init__.py`
+    (the clone of a package that is installed) gives way to a package elsewhere, as in Python."""
     package, *below = module.split(".")
     in_path = importlib.machinery.PathFinder.find_spec
     try:
-        found = in_path(package, [os.getcwd()]) or importlib.util.find_spec(package)
+        found = in_path(package, [os.getcwd(), *sys.path]) or importlib.util.find_spec(package)
     except ValueError:
         return False
     for name in below:
