@@ -79,6 +79,11 @@ def test_the_python_of_a_rank_is_the_launchers_that_starts_it_and_any_other_pyth
         assert start.value.words == [*before, "python", "train.py", "--lr", "1"]
 
 
+@pytest.mark.parametrize("command", ["", [], "torchrun train.py && rm -r out", "torchrun 'train.py", ["torchrunner"]])
+def test_what_is_not_one_launcher_is_started_as_the_script_asks(command):
+    assert _look_at(command, None, None) is None
+
+
 def test_a_parameter_may_carry_a_number_named_as_the_method_of_its_strides(tmp_path):
     """As Megatron-LM's layers of 2020 have it, and gpt-neox'. 8 x 64 x 32 multiply-adds twice."""
     text = TRAINS.replace("optimizer = ", "model.bias.stride = model.weight.stride = 1\noptimizer = ")

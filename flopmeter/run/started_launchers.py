@@ -18,6 +18,7 @@ from flopmeter.run.patches import Patch
 from flopmeter.run.script import GivesWay
 
 _OF_LAUNCHERS = ("accelerate.commands.", "deepspeed.launcher.", "torch.distributed.elastic.")
+_OF_SHELLS = {"&&", "||", "|", ";", "&", ">", ">>", "<"}  # a line of a shell that does more than one thing
 _FRAMES_LOOKED_AT = 8  # from Popen up; torch's launcher has five between
 
 
@@ -56,7 +57,9 @@ def _look_at(command: Any, environment: Mapping[str, str] | None, folder: str | 
     """Raises StartsLauncher if the command is a launcher, or the Python of a rank that a launcher starts."""
     try:
         words = plain(shlex.split(command) if isinstance(command, str) else [os.fsdecode(word) for word in command])
-    except (TypeError, ValueError):  # a path alone, or a line that only a shell can read
+    except (TypeError, ValueError, IndexError):  # a path alone, a line that only a shell can read, or nothing
+        return
+    if _OF_SHELLS.intersection(words):
         return
     if is_launcher(words):
         raise StartsLauncher(words, environment, folder)
