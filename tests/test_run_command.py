@@ -105,6 +105,16 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
     assert err.count("\n") == 1
 
 
+def test_a_module_of_an_installed_package_is_found_beside_a_clone_of_its_repository(tmp_path, script, monkeypatch):
+    """The clone has the package's name, and no `__init__.py`: Python takes the installed one, from any folder."""
+    (tmp_path / "site" / "axe").mkdir(parents=True)
+    (tmp_path / "site" / "axe" / "__init__.py").touch()
+    (tmp_path / "site" / "axe" / "train.py").write_text(TRAINS)
+    (tmp_path / "axe" / "docs").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert main(["run", "-m", "axe.train"]) == 0
+
+
 @pytest.mark.parametrize(
     ("text", "code", "told"),
     [

@@ -94,6 +94,33 @@ def test_libraries_that_ask_for_the_distribution_of_a_shim_find_name_and_version
     assert metadata.version("flash_attn") == "1.0"
 
 
+SPAWNS = """
+import multiprocessing, sys, torch
+from flash_attn import flash_attn_func
+
+def work(numbers):
+    numbers.put(flash_attn_func.__name__)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    numbers = context.Queue()
+    child = context.Process(target=work, args=(numbers,))
+    child.start()
+    print("the child has", numbers.get(timeout=100))
+    child.join()
+    torch.ones(1, device="cuda")
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_a_script_starts_anew_import_the_shims_that_it_names_at_its_top(method, tmp_path):
+    """As lingua and blt start a manager, and as DataLoader starts workers from Python 3.14 on."""
+    (tmp_path / "program.py").write_text(SPAWNS)
+    command = ["-m", "flopmeter", "run", "--hardware", A100, "--shim", "flash_attn", tmp_path / "program.py", method]
+    ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100)
+    assert ran.stdout == "the child has flash_attn_func\n", ran.stderr
+
+
 TRANSFORMERS = """
 import sys, torch, transformers
 config = transformers.LlamaConfig(
@@ -163,6 +190,29 @@ def test_sequences_end_to_end_under_a_block_diagonal_mask_of_xformers_see_each_t
     report = stepped("xformers", program)
     assert report.macs == 2 * (2 * 8 * 64 * (3 * 64 * 64 + 2 * 16 * 16))
     assert {name for name in kernels(report) if "attention" in name} == {"_flash_attention_forward"}
+
+
+@pytest.mark.parametrize("mask", ["end to end", "from the last key"])
+def test_under_a_local_mask_of_xformers_time_grows_with_the_length_and_not_with_its_square(mask):
+    """Of 16 times the length a window of 128 keys makes 16 times the pairs, and a causal mask 256 times."""
+
+    def seconds(length, window):
+        def program():
+            from xformers.ops import fmha
+
+            biases, q = fmha.attn_bias, torch.randn(1, length, 8, 64, device="cuda", dtype=torch.bfloat16)
+            bias = biases.LowerTriangularFromBottomRightMask()
+            if mask == "end to end":
+                bias = biases.BlockDiagonalMask.from_seqlens([length]).make_causal()
+            if window:
+                bias = bias.make_local_attention(window)
+            fmha.memory_efficient_attention(q, q, q, attn_bias=bias)
+
+        (row,) = [row for name, row in kernels(stepped("xformers", program)).items() if "attention" in name]
+        return row.seconds
+
+    assert seconds(65536, 128) / seconds(4096, 128) < 20
+    assert seconds(65536, None) / seconds(4096, None) > 100
 
 
 def test_swiglu_of_xformers_has_three_products():
@@ -316,7 +366,8 @@ def test_a_program_may_name_xformers_operator_among_those_that_a_checkpoint_keep
     with flopmeter.cuda(A100, wishes=Wishes(shims=("xformers",))):
         import xformers.ops  # noqa: F401 - as lingua does
 
-        assert isinstance(torch.ops.xformers_flash.flash_fwd.default, torch._ops.OpOverload)
+        for operator in (torch.ops.xformers_flash.flash_fwd, torch.ops.xformers.efficient_attention_forward_cutlass):
+            assert isinstance(operator.default, torch._ops.OpOverload)
         torch.ones(1, device="cuda")
 
 

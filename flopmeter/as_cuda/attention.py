@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 from flopmeter.as_cuda.attention_rules import CUDNN, EFFICIENT, FLASH, Qkv, Rules, SdpaCall, choose, rules_for
 from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.as_cuda.target import CudaTarget
+from flopmeter.records.memory_format import torch_strides
 from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.compiler import TRACING_CONTEXT
 
@@ -100,7 +101,7 @@ def _flash(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | None) -
 def _efficient(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | None) -> Tensor:
     mask = _additive(mask, call.query.dtype)
     if mask is not None:
-        if any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
+        if any(stride % MASK_ALIGNMENT for stride in torch_strides(mask)[:-1]):
             length = mask.size(-1)
             mask = F.pad(mask, (0, MASK_ALIGNMENT - length % MASK_ALIGNMENT))[..., :length]
         mask = mask.expand(*call.query.shape[:3], call.key.shape[2])

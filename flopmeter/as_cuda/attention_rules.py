@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from flopmeter.records.memory_format import torch_strides
 from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.operators import traced_size
 from flopmeter.torch_names.private import SDP_PRIORITY_ORDER
@@ -43,7 +44,7 @@ class Operand(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Operand:
         """A symbolic size of the compiler counts as the number that it was traced with."""
-        shape, strides = tuple(map(traced_size, tensor.shape)), tuple(map(traced_size, tensor.stride()))
+        shape, strides = tuple(map(traced_size, tensor.shape)), tuple(map(traced_size, torch_strides(tensor)))
         return cls(shape, strides, tensor.dtype, traced_size(tensor.storage_offset()), tensor.requires_grad)
 
 

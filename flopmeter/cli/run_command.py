@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args
 
 from flopmeter.cli.command import (
     Command,
@@ -27,9 +30,11 @@ from flopmeter.cli.progress import Progress
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.drawers import FORMATS
 from flopmeter.report.tables import FORMATS as TABLE_FORMATS
+from flopmeter.run import started_launchers
 from flopmeter.run.devices import compare_devices
 from flopmeter.run.diagnosis import what_to_do
 from flopmeter.run.launchers import CommandLine, launch_of
+from flopmeter.run.patches import applied
 from flopmeter.run.ranks import RanAsRank, first_failed, report_of, run_as_ranks
 from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.script import Ending, Script
@@ -37,6 +42,7 @@ from flopmeter.run.session import Wishes
 from flopmeter.run.shims import SHIMS
 
 DEFAULT_STEPS = 3
+_LONGEST_COMMAND_TOLD = 300  # characters; programs pass whole configs as words
 ONE = "where to win on one of them: name it alone in --hardware"
 HELP = {"-h", "--help"}
 EPILOG = """\
@@ -73,8 +79,11 @@ def _run(options: argparse.Namespace) -> int:
     check_by(options.by, options.format)
     if options.price:
         raise ValueError("--price is for comparing devices: name several, as in --hardware h100-sxm5-80gb,l40s")
-    runs = run_as_ranks(script, options.hardware, wishes, launch.environment)
+    with applied(started_launchers.patches()):
+        runs = run_as_ranks(script, options.hardware, wishes, launch.environment)
     failed = first_failed(runs)
+    if failed is not None and isinstance(failed.ending.error, started_launchers.StartsLauncher):
+        _instead(failed.ending.error, script, options)
     ending = (failed or runs[0]).ending
     with Progress("pricing the step"):
         report = _report(runs, script, ending)
@@ -85,6 +94,23 @@ def _run(options: argparse.Namespace) -> int:
         _print(report.render(options.format, options.by or "class"), options)
         save_trace(report.step, options.trace_to)
     return ending.code
+
+
+def _instead(start: started_launchers.StartsLauncher, script: Script, options: argparse.Namespace) -> NoReturn:
+    """Becomes a `flopmeter run` of what the script starts, with the same options."""
+    given = shlex.split(options.command)[1:]
+    own = given[: len(given) - len(options.script)]
+    if options.module:
+        own.remove("-m")
+    words = [*own, "--", *start.words]
+    told = textwrap.shorten(shlex.join(words), _LONGEST_COMMAND_TOLD, placeholder=" ...")
+    print(
+        f"flopmeter: {script.name} starts a launcher, which is metered in its place: flopmeter {told}", file=sys.stderr
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.chdir(start.folder or os.curdir)
+    os.execve(sys.executable, [sys.executable, "-m", "flopmeter", *words], start.environment)
 
 
 def _compare(

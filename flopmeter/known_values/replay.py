@@ -20,6 +20,7 @@ from flopmeter.known_values.values import (
     no_modes,
     spans_storage,
 )
+from flopmeter.records.memory_format import torch_strides
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.operators import aten_overloads as aten
 
@@ -149,7 +150,7 @@ class Knowledge:
         """Meta twins, with known values, of the CPU tensors in a result."""
         if isinstance(result, Tensor):
             with no_modes():
-                twin = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device="meta")
+                twin = torch.empty_strided(result.size(), torch_strides(result), dtype=result.dtype, device="meta")
                 self.set(twin, result)
             return twin
         if isinstance(result, (list, tuple)):

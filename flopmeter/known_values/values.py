@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from flopmeter.records.memory_format import torch_strides
 from flopmeter.torch_names.private import no_dispatch_modes, no_function_modes, no_transforms
 
 # Larger values are not kept: 2^20 int64 are 8 MB, and an op on them takes 1 ms on the CPU. Masks [batch, 1, 512, 512]
@@ -138,7 +139,7 @@ class Values:
         """Set the value of `tensor`, which must span its storage. The memory of `value` may be used for it."""
         storage = tensor.untyped_storage()
         memory = value.untyped_storage()
-        same_layout = value.stride() == tensor.stride() and value.dtype == tensor.dtype
+        same_layout = torch_strides(value) == torch_strides(tensor) and value.dtype == tensor.dtype
         if not same_layout or value.storage_offset() or memory.nbytes() != storage.nbytes():
             memory = torch.UntypedStorage(storage.nbytes(), device="cpu")
             _like(tensor, memory).copy_(value)
@@ -207,7 +208,7 @@ def spans_storage(tensor: Tensor) -> bool:
     if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes() or tensor.storage_offset():
         return False
     expected = 1  # strides of a tensor that is dense in some order of its dimensions
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(torch_strides(tensor), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
             return not tensor.numel()
         expected *= size
@@ -216,4 +217,4 @@ def spans_storage(tensor: Tensor) -> bool:
 
 def _like(tensor: Tensor, memory: torch.UntypedStorage) -> Tensor:
     empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    return empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return empty.set_(memory, tensor.storage_offset(), tensor.size(), torch_strides(tensor))

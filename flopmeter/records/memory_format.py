@@ -7,6 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+torch_strides = torch.Tensor.stride
+"""The strides of a tensor, also where a program keeps a number of that name on a parameter (Megatron-LM of 2020, and
+gpt-neox, do)."""
+
 _DIMS_FROM_INNERMOST = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
 
 

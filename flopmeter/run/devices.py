@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from flopmeter.ask.compare import Comparison, DeviceResult, checked_devices, comparison_of, result_of
 from flopmeter.ask.workers import results_of
 from flopmeter.device.hardware import AnyHardware, Hardware, HardwareError
+from flopmeter.run import started_launchers
+from flopmeter.run.patches import applied
 from flopmeter.run.ranks import first_failed, report_of, run_as_ranks
 from flopmeter.run.script import Script
 from flopmeter.run.session import Wishes
@@ -66,6 +68,7 @@ def _on_device(job: _ScriptJob, numbered: tuple[int, Hardware]) -> DeviceResult:
             nowhere = undo.enter_context(open(os.devnull, "w"))
             undo.enter_context(redirect_stdout(nowhere))
             undo.enter_context(redirect_stderr(nowhere))
+        undo.enter_context(applied(started_launchers.patches()))
         runs = run_as_ranks(job.script, device, job.wishes, job.variables)
     if failed := first_failed(runs):
         error = failed.ending.error

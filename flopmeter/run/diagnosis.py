@@ -254,8 +254,8 @@ NAMED_OTHERWISE = {
     "GitPython", "google": "protobuf", "hydra": "hydra-core", "open_clip": "open-clip-torch", "opentelemetry":
     "opentelemetry-sdk", "ot": "POT", "patoolib": "patool",
     "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn", "skvideo": "sk-video",
-    "serial": "pyserial", "tap": "typed-argument-parser", "umap": "umap-learn", "websocket": "websocket-client",
-    "yaml": "PyYAML", "zmq": "pyzmq",
+    "serial": "pyserial", "tap": "typed-argument-parser", "umap": "umap-learn", "warp": "warp-lang",
+    "websocket": "websocket-client", "yaml": "PyYAML", "zmq": "pyzmq",
 }  # fmt: skip
 """What pip calls a package whose modules have another name. Source: the metadata of each on the package index."""
 

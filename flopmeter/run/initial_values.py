@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flopmeter.known_values.values import PAGED_BYTES
+from flopmeter.records.memory_format import torch_strides
 from flopmeter.run.device import NamedCuda, allowed_on_lazy_parameters
 from flopmeter.run.patches import Patch
 
@@ -67,7 +68,7 @@ class InitialValues:
             like = cast(tensor.detach().flatten()[:1], *args, **kwargs)
             if like.is_meta or like.dtype == tensor.dtype:
                 return cast(tensor, *args, **kwargs)
-            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=like.dtype, device="cpu")
+            new = torch.empty_strided(tensor.shape, torch_strides(tensor), dtype=like.dtype, device="cpu")
             self._leave_out(new)
             return new
 

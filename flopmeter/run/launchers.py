@@ -6,8 +6,10 @@ A launcher is one entry of LAUNCHERS: from its words to a CommandLine.
 from __future__ import annotations
 
 import argparse
+import base64
 import importlib
 import importlib.util
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +46,8 @@ def launch_of(words: Sequence[str], gpus: int) -> CommandLine:
         raise ValueError("name a script: flopmeter run train.py, or flopmeter run -m package.module")
     name = os.path.basename(words[0])
     _refuse_what_is_no_script(words)
-    if words[:2] == ["-m", "torch.distributed.run"]:
-        return _torchrun(words[2:], gpus)
+    if words[0] == "-m" and words[1:] and words[1] in _MODULES:
+        return _MODULES[words[1]](words[2:], gpus)
     if name == "accelerate" and words[1:2] == ["launch"]:
         return _accelerate(words[2:], gpus)
     if name in LAUNCHERS and not os.path.exists(words[0]):
@@ -55,6 +57,19 @@ def launch_of(words: Sequence[str], gpus: int) -> CommandLine:
             raise ValueError("-m needs the name of a module: flopmeter run -m package.module")
         return CommandLine(Script(words[1], tuple(words[2:]), is_module=True))
     return CommandLine(Script(_installed(words[0]), tuple(words[1:])))
+
+
+def plain(words: Sequence[str]) -> list[str]:
+    """The words of a command that a program starts as a person would write them: python, torchrun, without a path."""
+    command = os.path.basename(words[0])
+    return ["python", *_without_python(list(words))] if command.startswith("python") else [command, *words[1:]]
+
+
+def is_launcher(words: Sequence[str]) -> bool:
+    """Whether these plain words start ranks."""
+    if words[0] == "python":
+        return words[1:2] == ["-m"] and words[2:3] != [] and words[2] in _MODULES
+    return words[0] in LAUNCHERS or list(words[:2]) == ["accelerate", "launch"]
 
 
 def _installed(name: str) -> str:
@@ -180,8 +195,33 @@ def _deepspeed(words: Sequence[str], gpus: int) -> CommandLine:
     return CommandLine(script, nodes, a_node)
 
 
+def _deepspeed_on_a_node(words: Sequence[str], gpus: int) -> CommandLine:
+    """What `deepspeed` starts on each node: options of deepspeed/launcher/launch.py. The world is told in base64, by
+    the name of each host the numbers of its GPUs."""
+    parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch", allow_abbrev=False)
+    parser.add_argument("--world_info", default="")
+    for name in ("module", "no_local_rank", "no_python", "enable_elastic_training", "bind_cores_to_rank"):
+        parser.add_argument(f"--{name}", action="store_true")
+    for name in ("node_rank", "master_addr", "master_port", "min_elastic_nodes", "max_elastic_nodes", "save_pid",
+                 "enable_each_rank_log", "bind_core_list", "log_level"):  # fmt: skip
+        parser.add_argument(f"--{name}")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = _parsed("deepspeed.launcher.launch", parser, words)
+    hosts = list(json.loads(base64.urlsafe_b64decode(options.world_info) or "{}").values())
+    script = Script(options.script, tuple(options.arguments), options.module, not options.no_local_rank)
+    return CommandLine(script, max(len(hosts), 1), len(hosts[0]) if hosts else gpus)
+
+
 _DEEPSPEED_SWITCHES = ("no_python", "no_ssh", "no_ssh_check", "force_multi", "save_pid", "bind_cores_to_rank")
 _DEEPSPEED_OPTIONS = ("master_port", "master_addr", "node_rank", "launcher", "launcher_args", "enable_each_rank_log",
                       "autotuning", "bind_core_list", "ssh_port", "venv_script", "log_level")  # fmt: skip
 
 LAUNCHERS: Mapping[str, Callable[[Sequence[str], int], CommandLine]] = {"torchrun": _torchrun, "deepspeed": _deepspeed}
+_MODULES: Mapping[str, Callable[[Sequence[str], int], CommandLine]] = {
+    "torch.distributed.run": _torchrun,
+    "accelerate.commands.launch": _accelerate,
+    "deepspeed.launcher.runner": _deepspeed,
+    "deepspeed.launcher.launch": _deepspeed_on_a_node,
+}
+"""The same behind `python -m`."""

@@ -44,11 +44,12 @@ class Script:
 
 def is_there(module: str) -> bool:
     """Looks for the file, in this folder first, without importing the packages that the module is in: they are the
-    program's, and may look at its arguments and at the GPU when they are imported."""
+    program's, and may look at its arguments and at the GPU when they are imported. A folder without an `__init__.py`
+    (the clone of a package that is installed) gives way to a package elsewhere, as in Python."""
     package, *below = module.split(".")
     in_path = importlib.machinery.PathFinder.find_spec
     try:
-        found = in_path(package, [os.getcwd()]) or importlib.util.find_spec(package)
+        found = in_path(package, [os.getcwd(), *sys.path]) or importlib.util.find_spec(package)
     except ValueError:
         return False
     for name in below:
@@ -56,6 +57,10 @@ def is_there(module: str) -> bool:
             return False
         found = in_path(name, list(found.submodule_search_locations))
     return found is not None
+
+
+class GivesWay(BaseException):
+    """Ends a script that starts what is metered in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,8 @@ def run(script: Script, session: ScriptSession) -> Ending:
             return Ending(130, stop)  # 128 + SIGINT, as a shell tells it
         except SystemExit as stop:
             return Ending(_exit_code(stop), stop if _exit_code(stop) else None)
+        except GivesWay as start:
+            return Ending(1, start)
         except NotSentYet:
             raise
         except BaseException as error:

@@ -19,7 +19,7 @@ from flopmeter.meter import FlopMeter, Mode, target_of
 from flopmeter.records import DEFAULT_STREAM
 from flopmeter.records.collectives import COLLECTIVE_OPS
 from flopmeter.report.report import Report
-from flopmeter.run import data, driver_tool, extensions, shims, text_kernels, values, world
+from flopmeter.run import child_processes, data, driver_tool, extensions, shims, text_kernels, values, world
 from flopmeter.run.clocks import HostClock
 from flopmeter.run.compiled import Tracing, jit
 from flopmeter.run.cuda_module import CudaModule
@@ -195,6 +195,7 @@ class ScriptSession:
             undoing += undo.enter_context(applied(list(imported_by_name(undoing))))
             undo.enter_context(applied(list(imported_by_name(answers))))
             undo.enter_context(shims.importable(self.wishes.shims, self.note))
+            undo.enter_context(child_processes.with_shims(self.wishes.shims))
             undo.enter_context(extensions.standing_in(self.note))
             undo.enter_context(applied(list(text_kernels.patches(self.note))))
             undo.enter_context(self.steps.watching())

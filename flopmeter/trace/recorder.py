@@ -36,6 +36,7 @@ from flopmeter.records import (
     Trace,
     TritonBody,
 )
+from flopmeter.records.memory_format import torch_strides
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.private import DispatchKey, dispatch_mode_stack, graph_task
 from flopmeter.trace import higher_order, mixed_devices, streams, triton_kernels
@@ -462,7 +463,7 @@ class Recorder(TorchDispatchMode):
                 local = numbers.setdefault(self._number(value, born, addresses), len(numbers))
                 if value.layout is torch.strided and not value.is_nested:
                     offset = 0 if self._has_host and value.is_cpu else value.storage_offset()
-                    key.append((value.shape, value.stride(), value.dtype, local, offset, value.device))
+                    key.append((value.shape, torch_strides(value), value.dtype, local, offset, value.device))
                 else:
                     key.append((value.layout, unstrided_spec(value, local)))
             elif isinstance(value, (list, tuple)):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from flopmeter.records.memory_format import torch_strides
 from flopmeter.torch_names.private import dispatch_modes, peek_interpreter_stack
 
 ResultMaker = Callable[[Sequence[Tensor]], Any]  # from the call's tensor arguments, in order, to its result
@@ -60,7 +61,7 @@ def once_for_each_geometry(func: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _geometry(value: Any) -> Any:
-    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else type(value)
+    return (value.shape, torch_strides(value), value.dtype) if isinstance(value, Tensor) else type(value)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -100,11 +101,13 @@ def _tensor_maker(tensor: Tensor, taken: set[int]) -> ResultMaker | None:
     if is_special or storage._cdata in taken or storage.nbytes() != _span(tensor) * tensor.element_size():
         return None
     taken.add(storage._cdata)
-    make = functools.partial(torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    make = functools.partial(
+        torch.empty_strided, tensor.size(), torch_strides(tensor), dtype=tensor.dtype, device="meta"
+    )
     return lambda _: make()
 
 
 def _span(tensor: Tensor) -> int:
     """Elements from the first to the last, gaps included: torch.empty_strided allocates that many."""
-    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    steps = zip(tensor.size(), torch_strides(tensor), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from flopmeter.known_values import DataDependentError
 from flopmeter.known_values.values import no_modes
 from flopmeter.records import Call, FlexBody, OpsBody, TensorSpec, TritonBody
+from flopmeter.records.memory_format import torch_strides
 from flopmeter.records.sparse_layouts import COMPRESSED, held_values, pointers_and_indices
 
 _COPIES = frozenset(("aten::_to_copy", "aten::copy_", "aten::copy"))  # also between host and device
@@ -33,7 +34,7 @@ def spec_of(tensor: Tensor, storage: int, asked_by: OpOverload) -> TensorSpec:
     """
     if not has_strides(tensor):
         return unstrided_spec(tensor, storage)
-    shape, stride, offset = plain((tensor.shape, tensor.stride(), tensor.storage_offset()), asked_by)
+    shape, stride, offset = plain((tensor.shape, torch_strides(tensor), tensor.storage_offset()), asked_by)
     device = tensor.device.type
     is_pinned = _is_pinned(tensor) if device == "cpu" and asked_by._schema.name in _COPIES else None
     return TensorSpec(shape, stride, tensor.dtype, storage, offset, device, is_pinned=is_pinned)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flopmeter.as_cuda.emulation import Emulation
-from flopmeter.records.memory_format import CHANNELS_LAST, is_channels_last
+from flopmeter.records.memory_format import CHANNELS_LAST, is_channels_last, torch_strides
 from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.operators import aten_overloads
 
@@ -34,4 +34,4 @@ def runs_channels_last(tensor: Tensor, weight: Tensor) -> bool:
     aten/src/ATen/native/ConvUtils.h. Without cuDNN the results of convolutions on CUDA are contiguous (NCHW)."""
     if tensor.dtype == torch.float64 or not torch.backends.cudnn.enabled:
         return False
-    return any(is_channels_last(each.shape, each.stride()) for each in (tensor, weight))
+    return any(is_channels_last(each.shape, torch_strides(each)) for each in (tensor, weight))

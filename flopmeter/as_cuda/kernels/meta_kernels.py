@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flopmeter.as_cuda.emulation import DispatcherKernel, Emulation
+from flopmeter.records.memory_format import torch_strides
 from flopmeter.torch_names import dispatcher, private
 
 GRU_WORKSPACE = 5
@@ -51,7 +52,7 @@ def grouped_mm(
     if (offs is None) != has_groups_in_both or bias is not None or not (splits_depth or a.size(-1) == b.size(-2)):
         raise RuntimeError(f"grouped_mm of {list(a.shape)} and {list(b.shape)}: offsets or sizes that do not fit")
     per_row = GROUPED_ROW_BYTES // a.element_size()
-    for strides in (a.stride()[-2:], b.stride()[-2:]):
+    for strides in (torch_strides(a)[-2:], torch_strides(b)[-2:]):
         if min(strides) != 1 or max(strides) % per_row:
             raise RuntimeError(f"grouped_mm: rows that lie {strides} apart, not by a multiple of {per_row} elements")
     rows, columns = a.size(-2), b.size(-1)

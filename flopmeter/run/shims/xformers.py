@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flopmeter.run.shims.flash_attn.attention import flash_attn_varlen_func
+from flopmeter.run.shims.flash_attn.attention import NO_WINDOW, flash_attn_func, flash_attn_varlen_func
 from flopmeter.run.shims.kernel import named
 
 
@@ -33,10 +33,37 @@ class LowerTriangularMask(AttentionBias):
     """A query sees the keys up to its own place."""
 
 
+class LocalAttentionFromBottomRightMask(AttentionBias):
+    """A query sees so many keys to each side of its own place. The last query's place is that of the last key."""
+
+    is_causal = False
+
+    def __init__(self, window_left: int, window_right: int) -> None:
+        self.window: Sequence[int] = (window_left, window_right)
+
+
+class LowerTriangularFromBottomRightMask(LocalAttentionFromBottomRightMask):
+    """A query sees the keys up to its own place, or the last `window_size` of them."""
+
+    is_causal = True
+
+    def __init__(self) -> None:
+        self.window = NO_WINDOW
+
+    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
+        return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
+
+
+class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
+    def __init__(self, _window_size: int) -> None:
+        self.window = _last(_window_size)
+
+
 class BlockDiagonalMask(AttentionBias):
     """Sequences that lie end to end, each of which sees only itself."""
 
     is_causal = False
+    window: Sequence[int] = NO_WINDOW
 
     def __init__(self, lengths: Sequence[int], key_lengths: Sequence[int] | None = None) -> None:
         self.lengths, self.key_lengths = list(lengths), list(lengths if key_lengths is None else key_lengths)
@@ -63,8 +90,21 @@ class BlockDiagonalMask(AttentionBias):
         return [piece.reshape(*part, *tensor.shape[2:]) for piece, part in zip(pieces, parts, strict=True)]
 
     def make_causal(self) -> BlockDiagonalCausalMask:
-        causal = BlockDiagonalCausalMask(self.lengths, self.key_lengths)
+        return self._with_blocks_of(BlockDiagonalCausalMask)
+
+    def make_causal_from_bottomright(self) -> BlockDiagonalCausalMask:
+        return self._with_blocks_of(BlockDiagonalCausalFromBottomRightMask)
+
+    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalMask:
+        return self._with_blocks_of(BlockDiagonalCausalLocalAttentionMask, window_size)
+
+    def make_local_attention_from_bottomright(self, window_size: int) -> BlockDiagonalCausalMask:
+        return self._with_blocks_of(BlockDiagonalCausalLocalAttentionFromBottomRightMask, window_size)
+
+    def _with_blocks_of(self, kind: type[BlockDiagonalCausalMask], window_size: int = 0) -> BlockDiagonalCausalMask:
+        causal = kind(self.lengths, self.key_lengths)
         causal._batch_sizes = self._batch_sizes
+        causal.window = _last(window_size) if window_size else NO_WINDOW
         return causal
 
 
@@ -72,6 +112,23 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
     """The same, and a query sees the keys up to its own place."""
 
     is_causal = True
+
+
+class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalCausalMask):
+    """The place of a sequence's last query is that of its last key."""
+
+
+class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
+    """A query sees the last `window_size` keys up to its own place."""
+
+
+class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalLocalAttentionMask):
+    """Both."""
+
+
+def _last(window_size: int) -> tuple[int, int]:
+    """The window of a query's own key and those before it, as FlashAttention counts: to the left, to the right."""
+    return window_size - 1, 0
 
 
 def memory_efficient_attention(
@@ -91,6 +148,9 @@ def memory_efficient_attention(
         return memory_efficient_attention(query, key, value, attn_bias, p, scale, output_dtype=output_dtype).squeeze(2)
     if isinstance(attn_bias, BlockDiagonalMask):
         return _end_to_end(query, key, value, attn_bias, p, scale).to(output_dtype or query.dtype)
+    if isinstance(attn_bias, LocalAttentionFromBottomRightMask):
+        windowed = flash_attn_func(query, key, value, p, scale, attn_bias.is_causal, attn_bias.window)
+        return windowed.to(output_dtype or query.dtype)
     if isinstance(attn_bias, AttentionBias) and type(attn_bias) is not LowerTriangularMask:
         raise NotImplementedError(f"flopmeter's shim of xformers has no {type(attn_bias).__name__}: give a tensor")
     mask = attn_bias if isinstance(attn_bias, Tensor) else None
@@ -115,7 +175,7 @@ def _end_to_end(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, p: flo
     longest, longest_key = max(mask.lengths), max(mask.key_lengths)
     flat_q, flat_k, flat_v = (each.flatten(0, 1) for each in (q, k, v))
     out = flash_attn_varlen_func(
-        flat_q, flat_k, flat_v, starts, key_starts, longest, longest_key, p, scale, causal=mask.is_causal
+        flat_q, flat_k, flat_v, starts, key_starts, longest, longest_key, p, scale, mask.is_causal, mask.window
     )
     return out.unflatten(0, q.shape[:2])
 
@@ -212,7 +272,18 @@ def step() -> None:
     """xformers.profiler.step"""
 
 
-_BIASES = named(AttentionBias, LowerTriangularMask, BlockDiagonalMask, BlockDiagonalCausalMask)
+_BIASES = named(
+    AttentionBias,
+    LowerTriangularMask,
+    LocalAttentionFromBottomRightMask,
+    LowerTriangularFromBottomRightMask,
+    LowerTriangularFromBottomRightLocalAttentionMask,
+    BlockDiagonalMask,
+    BlockDiagonalCausalMask,
+    BlockDiagonalCausalFromBottomRightMask,
+    BlockDiagonalCausalLocalAttentionMask,
+    BlockDiagonalCausalLocalAttentionFromBottomRightMask,
+)
 _PROFILER: dict[str, Any] = {
     "profile": _NoProfiler,
     "step": step,
@@ -232,11 +303,13 @@ _OPS: dict[str, Any] = {
     "RMSNorm": XformersRMSNorm,
 }
 
-# A program may name the operator of xformers' FlashAttention among those whose results a checkpoint keeps, as lingua
-# does; nothing calls it here. Whoever has defined it before has done so for the same.
-_NAMES = torch.library.Library("xformers_flash", "FRAGMENT")
-with suppress(RuntimeError):
-    _NAMES.define("flash_fwd(Tensor query, Tensor key, Tensor value) -> Tensor")
+# A program may name the operators of xformers' attention among those whose results a checkpoint keeps, as lingua and
+# blt do; nothing calls them here. Whoever has defined one before has done so for the same.
+_NAMED = {"xformers_flash": "flash_fwd", "xformers": "efficient_attention_forward_cutlass"}
+_LIBRARIES = {namespace: torch.library.Library(namespace, "FRAGMENT") for namespace in _NAMED}
+for _namespace, _operator in _NAMED.items():
+    with suppress(RuntimeError):
+        _LIBRARIES[_namespace].define(f"{_operator}(Tensor query, Tensor key, Tensor value) -> Tensor")
 
 DISTRIBUTION = "xformers"
 MODULES: dict[str, dict[str, Any]] = {
