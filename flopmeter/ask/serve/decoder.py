@@ -59,7 +59,9 @@ class Decoder:
     all_reduces: tuple[int, ...] = ()  # in a step: how many numbers of each token
     part_of: str | None = None  # the type of a model of images or sound, of which this is the language model
     spread: tuple[SpreadExperts, ...] = ()  # of each layer whose experts are spread over GPUs
-    shorter: Shorter | None = None  # models with fewer layers, whose steps tell those of all; None: of such a model
+    shorter: Shorter[Decoder] | None = (
+        None  # models with fewer layers, whose steps tell those of all; None: of such a model
+    )
 
     @property
     def title(self) -> str:

@@ -16,17 +16,14 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import nn
 
 from flopmeter.ask.alike import likenesses, list_of_layers
-from flopmeter.ask.serve.cache import ServingError, empty_cache
+from flopmeter.ask.serve.cache import CacheKind, ServingError, empty_cache
 from flopmeter.ask.serve.published import Quantised, quantised
 from flopmeter.report.report import Report
-
-if TYPE_CHECKING:
-    from flopmeter.ask.serve.decoder import Decoder
 
 SAME = 1e-9  # of the time of a kernel: by as much it may differ from turn to turn, by rounding
 
@@ -46,24 +43,33 @@ class Depths(NamedTuple):
         return self.fewer + self.more
 
 
-class Pair(NamedTuple):
-    """Two decoders of these depths."""
+class Layered(Protocol):
+    """A decoder, as far as its layers go."""
 
-    fewer: Decoder
-    more: Decoder
-    turns: int
+    @property
+    def model(self) -> Any: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def cache(self) -> CacheKind: ...
+    @property
+    def parameter_bytes(self) -> int: ...
+
+
+_Own = TypeVar("_Own", bound=Layered)
 
 
 @dataclass(frozen=True, eq=False)
-class Shorter:
+class Shorter(Generic[_Own]):
     """The short models of a deep one, `own`, that `build` makes of its config."""
 
-    own: Decoder
+    own: _Own
     config: Any
-    build: Callable[[Any], Decoder]
+    build: Callable[[Any], _Own]
 
-    def pairs(self) -> Iterator[Pair]:
-        """Those with the fewest layers first. Which of them tell a step, its kernels show: `is_one_turn_more`."""
+    def pairs(self) -> Iterator[tuple[_Own, _Own, int]]:
+        """Two of them, and how many turns the deep one has more than the first; those with the fewest layers first.
+        Which of them tell a step, its kernels show: `is_one_turn_more`."""
         kinds = _kinds(self.own)
         cut = functools.cache(lambda layers: self._cut(layers, kinds))
         for depths in depths_of(kinds):
@@ -71,9 +77,9 @@ class Shorter:
             if fewer is not None and more is not None:
                 added = depths.turns * (more.parameter_bytes - fewer.parameter_bytes)
                 if fewer.parameter_bytes + added == self.own.parameter_bytes:
-                    yield Pair(fewer, more, depths.turns)
+                    yield fewer, more, depths.turns
 
-    def _cut(self, layers: int, kinds: list[Any]) -> Decoder | None:
+    def _cut(self, layers: int, kinds: list[Any]) -> _Own | None:
         """The model with so many layers; None where they are not the first ones of the deep one."""
         try:
             cut = self.build(_cut_config(self.config, layers))
@@ -122,7 +128,7 @@ def _alike(one: Sequence[tuple[float, ...]], other: Sequence[tuple[float, ...]])
     )
 
 
-def _kinds(own: Decoder) -> list[tuple[Any, ...]]:
+def _kinds(own: Layered) -> list[tuple[Any, ...]]:
     """Of each layer all that decides what it costs a server: its modules, its cache, and which of its weights stay as
     they are. Nothing where the model does not show its layers."""
     name = list_of_layers(own.model)
