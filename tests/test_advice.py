@@ -1034,6 +1034,13 @@ def test_what_takes_many_instructions_an_element_is_not_said_to_have_operands_th
         assert reason_of(name, program) == "it takes longer to compute where each element lies than to move its bytes"
 
 
+def test_an_element_wise_function_of_many_instructions_is_not_said_to_combine_results():
+    """On a B200 erf takes longer than the bytes; each thread has elements of its own."""
+    x = torch.empty(2**16, 4096, dtype=torch.bfloat16, device="meta")
+    gelu = torch.nn.functional.gelu
+    assert reason_of("gelu", lambda: gelu(x), "b200-sxm-180gb") == "its elements take longer to compute than to move"
+
+
 def test_a_convolution_whose_image_is_turned_is_not_called_bound_by_memory():
     """In tf32 at 345 FLOP/B, over the ridge point of 148: what moves is the layout."""
     x, weight = (torch.empty(shape, device="meta") for shape in ((64, 256, 4096), (256, 256, 3)))

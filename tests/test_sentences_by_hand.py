@@ -240,6 +240,25 @@ def test_an_op_is_explained_by_an_example_with_the_figures_by_hand(op):
         assert f"({flops // 2:,} multiply-adds)" in example
 
 
+def test_products_of_new_types_are_explained_by_an_example():
+    """[256, 512] x [512, 128] in fp8, with two scales; and tokens of eight experts, with where they end."""
+    example = explain("aten._scaled_mm").rpartition("\nexample\n")[2]
+    assert "tensor contraction + 32,768 element-wise (16,777,216 multiply-adds), in fp8" in example
+    assert f"bytes  {(256 + 128) * 512 + 2 * 4:,} read, {2 * 256 * 128:,} written" in example
+    example = explain("aten._grouped_mm").rpartition("\nexample\n")[2]
+    assert "(16,777,216 multiply-adds), in bf16" in example
+    assert f"bytes  {2 * (256 * 512 + 8 * 512 * 128) + 8 * 4:,} read, {2 * 256 * 128:,} written" in example
+
+
+def test_kernels_of_an_op_that_launches_several_are_numbered():
+    """addmm copies its bias first: a reader who saw the first figures alone would take it for all."""
+    example = explain("addmm").rpartition("\nexample\n")[2]
+    copy, product = example.split("kernel 1 of 2:")[1].split("kernel 2 of 2:")
+    assert "FLOP   0 data movement" in copy
+    assert f"FLOP   {2 * 256**3:,} tensor contraction" in product
+    assert "kernel" not in explain("mm").rpartition("\nexample\n")[2]
+
+
 def test_an_op_is_explained_with_its_types_shapes_and_what_it_is():
     assert "  mm([256, 256] float16, [256, 256] float16) -> [256, 256]\n" in explain("mm")
     assert "embedding([32000, 1024] float16, [8, 128] int64) -> [8, 128, 1024]" in explain("embedding")

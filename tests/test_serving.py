@@ -730,11 +730,12 @@ def test_prefill_apart_never_stops_decoding():
 
 
 def test_a_model_too_large_for_a_device_is_left_out_with_the_reason():
-    large = config(num_hidden_layers=200)
+    large = config(num_hidden_layers=250)
     result = serving(large, [L40S], prompt=16, output=16)
     assert result.rows == ()
     assert "not even one request" in result.unable[L40S]
-    assert "take more of them (gpus), or narrower weights" in result.unable[L40S]
+    assert "on one GPU of 47.2 GB: take more of them (gpus=, --gpus), or narrower weights" in result.unable[L40S]
+    assert "on each of 2 GPUs of" in serving(large, [L40S], prompt=16, output=16, gpus=2).unable[L40S]
     assert "left out: l40s" in str(result)
 
 

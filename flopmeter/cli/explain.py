@@ -28,10 +28,13 @@ _EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "embedding": lambda: (_half(32000, 1024), torch.empty(8, 128, dtype=torch.long, device="meta")),
     "_scaled_dot_product_flash_attention": lambda: (*(_half(8, 16, 512, 64) for _ in range(3)), 0.0, True),
     "_scaled_dot_product_efficient_attention": lambda: (*(_half(8, 16, 512, 64) for _ in range(3)), None, True),
+    "_scaled_mm": lambda: (_fp8(256, 512), _fp8(128, 512).t(), _scale(), _scale(), None, None, torch.bfloat16),
+    "_grouped_mm": lambda: (_half(256, 512).bfloat16(), _half(8, 512, 128).bfloat16(), _ends(8)),
     "_softmax": lambda: (_half(512, 512), -1, False),
     "cat": lambda: ([_half(256, 256), _half(256, 256)],),
     "index_select": lambda: (_half(32000, 1024), 0, torch.empty(128, dtype=torch.long, device="meta")),
 }
+DEVICE = "h100-sxm5-80gb"  # of the examples: it multiplies in all types but fp4
 SHAPES = ((256, 256), (8, 256, 256), (256,), (8, 16, 32, 32))
 
 
@@ -107,7 +110,7 @@ def _code(rule: Callable[..., Any]) -> str:
 def _example(overload: OpOverload) -> FlopMeter | None:
     """What ran on the first arguments that the op accepts."""
     for arguments in _candidates(overload):
-        meter = FlopMeter(as_cuda=False)
+        meter = FlopMeter(DEVICE, as_cuda=False)
         try:
             with meter:
                 overload(*arguments)
@@ -142,6 +145,19 @@ def _half(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float16, device="meta")
 
 
+def _fp8(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+
+
+def _scale() -> Tensor:
+    return torch.empty((), dtype=torch.float32, device="meta")
+
+
+def _ends(groups: int) -> Tensor:
+    """Where the rows of each group end."""
+    return torch.empty(groups, dtype=torch.int32, device="meta")
+
+
 def _lines(example: FlopMeter) -> Iterator[str]:
     kernels = example.report().kernels
     for op in example.trace.ops:
@@ -149,7 +165,9 @@ def _lines(example: FlopMeter) -> Iterator[str]:
         outputs = ", ".join(str(list(spec.shape)) for spec in op.call.outputs)
         yield f"  {op.call.name}({inputs}) -> {outputs or 'nothing'}"
         own = [kernel.cost for kernel in kernels if kernel.op is op]
-        for cost in own:
+        for number, cost in enumerate(own, 1):
+            if len(own) > 1:
+                yield f"    kernel {number} of {len(own)}:"
             yield from _cost(cost)
         if not own:
             yield "    launches nothing"

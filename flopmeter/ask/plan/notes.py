@@ -39,9 +39,9 @@ def notes_of(
         + (" (causal='exact', --causal exact: where visible)" if causal == "full" else ""),
     ]
     if batch is None:
-        notes.append(f"assumed: {bounds.batch:,} sequences a step, one for each GPU (batch=)")
+        notes.append(f"assumed: {bounds.batch:,} sequences a step, one for each GPU (batch=, --batch)")
     if length is None:
-        notes.append(f"assumed: {bounds.length:,} tokens a sequence (length=)")
+        notes.append(f"assumed: {bounds.length:,} tokens a sequence (length=, --seq)")
     notes.append(_no_tensor_parallelism(subject))
     if not has_context_parallelism():
         notes.append(f"splits of the sequence are left out: {WITHOUT_NUMPY}")

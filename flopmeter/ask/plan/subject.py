@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flopmeter.ask.alike import likenesses, list_of_layers
 from flopmeter.ask.plan.experts import experts_of
 from flopmeter.ask.plan.fp8 import in_fp8
 from flopmeter.ask.plan.splits import PlanError
@@ -75,10 +76,12 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
     """
     make = _maker(build)
     model = _on_meta(make)
-    layers = _find_layers(model)
+    layers = list_of_layers(model)
+    if layers is None:
+        raise PlanError(f"{type(model).__name__} has no ModuleList of layers, which plan could split")
     blocks = list(model.get_submodule(layers).children())
     config = getattr(model, "config", None)
-    kinds = [_kind(block, config, index) for index, block in enumerate(blocks)]
+    kinds = likenesses(blocks, config)
     counts = {module.num_experts for module in experts_of(model)}
     subject = Subject(
         make=make,
@@ -157,15 +160,6 @@ def _named(build: Any, model: nn.Module) -> str:
     return name.removeprefix("hf:")
 
 
-def _find_layers(model: nn.Module) -> str:
-    """The list, or dictionary, of modules with the most parameters."""
-    lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList | nn.ModuleDict)}
-    if not lists:
-        raise PlanError(f"{type(model).__name__} has no ModuleList of layers, which plan could split")
-    sizes = {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in lists.items()}
-    return max(sizes, key=lambda name: (sizes[name], -len(name)))
-
-
 @lru_cache(maxsize=1)
 def _cut(make: Callable[[], nn.Module], path: str, layers: tuple[int, ...]) -> nn.Module:
     """The model with only these of the layers at that path. To make a hundred takes longer than to meter two."""
@@ -192,12 +186,6 @@ def _tell_config(model: nn.Module, layers: Sequence[int]) -> None:
         if getattr(text, "layer_types", None):
             text.layer_types = [text.layer_types[index] for index in layers]
         text.num_hidden_layers = len(layers)
-
-
-def _kind(block: nn.Module, config: Any, index: int) -> tuple[Any, ...]:
-    types = getattr(config.get_text_config(), "layer_types", None) if hasattr(config, "get_text_config") else None
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
-    return type(block), shapes, types[index] if types else None
 
 
 def _first_number(config: Any, names: tuple[str, ...]) -> int | None:

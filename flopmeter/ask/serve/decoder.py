@@ -9,6 +9,7 @@ keeps what transformers does by default: a cache that is copied at each step, an
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from flopmeter.ask.serve.language_config import causal_config, config_of
 from flopmeter.ask.serve.linear_attention import MOST_STEPPED_TOKENS, with_kernels
 from flopmeter.ask.serve.paged_attention import PAGED, reading_latents, register_paged_attention
 from flopmeter.ask.serve.picked_experts import pick_experts
+from flopmeter.ask.serve.shorter import Shorter
 from flopmeter.ask.serve.spread_experts import SpreadExperts, spread_experts
 from flopmeter.ask.serve.tensor_parallel import (
     MOST_COPIED,
@@ -46,7 +48,7 @@ from flopmeter.torch_names.operators import aten
 MOST_DECODED_TOKENS = 16  # of each sequence in a step of decoding, with a draft; more are a chunk of a prompt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Decoder:
     """One rank's share of a causal language model."""
 
@@ -57,6 +59,9 @@ class Decoder:
     all_reduces: tuple[int, ...] = ()  # in a step: how many numbers of each token
     part_of: str | None = None  # the type of a model of images or sound, of which this is the language model
     spread: tuple[SpreadExperts, ...] = ()  # of each layer whose experts are spread over GPUs
+    shorter: Shorter[Decoder] | None = (
+        None  # models with fewer layers, whose steps tell those of all; None: of such a model
+    )
 
     @property
     def title(self) -> str:
@@ -217,6 +222,16 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged", expert_rank
         raise ServingError(f"unknown cache {cache!r}; known: {', '.join(get_args(CacheKind))}")
     given = config_of(target)
     config = causal_config(given)
+    part_of = given.model_type if config is not given else None
+
+    def build(config: Any) -> Decoder:
+        return _decoder(copy.deepcopy(config), ranks, cache, expert_ranks, part_of)
+
+    own = build(config)
+    return replace(own, shorter=Shorter(own, config, build))
+
+
+def _decoder(config: Any, ranks: int, cache: CacheKind, expert_ranks: int, part_of: str | None) -> Decoder:
     empty_cache(config, cache)  # refuses what cannot be served
     share = split_config(config, ranks)
     register_paged_attention()
@@ -224,7 +239,7 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged", expert_rank
     with _in_one_line(f"{named} of transformers cannot be built" + f" for one of {ranks} GPUs" * (ranks > 1)):
         model = _built(share)
         whole = model if ranks == 1 else _built(split_config(config, 1))
-    own = Decoder(model, share, cache, ranks, part_of=given.model_type if config is not given else None)
+    own = Decoder(model, share, cache, ranks, part_of=part_of)
     if ranks > 1:
         keep_width_of_heads(model, whole)
         if kept := unsplit_block(model, whole):

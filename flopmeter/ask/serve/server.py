@@ -34,9 +34,9 @@ class Server:
         if most < 1:
             raise HardwareError(
                 f"{self._device.name}: not even one request of {plan.prompt} + {plan.output} tokens fits beside"
-                f" {self._weight_bytes / 1e9:.1f} GB of weights on each of {plan.gpus} GPUs of"
-                f" {usable_bytes(self._device) / 1e9:.1f} GB: take more of them (gpus), or narrower"
-                " weights (weights='fp8')"
+                f" {self._weight_bytes / 1e9:.1f} GB of weights on {_each_of(plan.gpus)} of"
+                f" {usable_bytes(self._device) / 1e9:.1f} GB: take more of them (gpus=, --gpus), or narrower"
+                " weights (weights='fp8', --weights fp8)"
             )
         loads = [load(self._work, batch) for batch in range(1, min(most, MOST_REQUESTS) + 1)]
         kept = [each for each in loads if not self._over(each)]
@@ -244,3 +244,7 @@ class Server:
 def _doublings(most: int) -> set[int]:
     largest = min(most, MOST_REQUESTS)
     return {1 << power for power in range(largest.bit_length())} | {largest}
+
+
+def _each_of(gpus: int) -> str:
+    return "one GPU" if gpus == 1 else f"each of {gpus} GPUs"

@@ -57,7 +57,9 @@ def spread_experts(model: Any, ranks: int, title: str) -> tuple[SpreadExperts, .
     """In place: the model keeps its part of the experts of each layer. Raises ServingError where that cannot be."""
     layers = experts_of(model)
     if not layers:
-        raise ServingError(f"{title} has no experts that could be spread over GPUs: leave expert_parallel out")
+        raise ServingError(
+            f"{title} has no experts that could be spread over GPUs: leave out expert_parallel (--expert-parallel)"
+        )
     for experts in layers:
         if experts.num_experts % ranks:
             raise ServingError(f"{experts.num_experts} experts cannot be spread over {ranks} GPUs: take a divisor")

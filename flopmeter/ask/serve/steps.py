@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from flopmeter.ask.meters import Meters
 from flopmeter.ask.serve.decoder import Decoder
 from flopmeter.ask.serve.formats import in_formats, narrow_bytes
 from flopmeter.ask.serve.published import quantised
+from flopmeter.ask.serve.shorter import is_one_turn_more
 from flopmeter.device.cluster import Cluster, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware
 from flopmeter.device.peer_memory import all_reduce_seconds
@@ -53,6 +56,11 @@ class StepCost(NamedTuple):
             between(self.busy_seconds, other.busy_seconds),
         )
 
+    def with_turns(self, turns: int, more: StepCost) -> StepCost:
+        """The step with that many more turns of layers, of which `more` has one."""
+        grown = max(0, more.working_bytes - self.working_bytes)
+        return self.towards(more, turns)._replace(working_bytes=self.working_bytes + turns * grown)
+
 
 class StepModel:
     """The steps of one decoder. A step is metered once for all devices that run the same ops."""
@@ -73,6 +81,15 @@ class StepModel:
         self._options = {"routing": "independent", "checks": "hold", **meter_options}
         self._meters: dict[tuple[int, ...], Meters] = {}  # by batch, new and cached tokens, and logits
         self._known: dict[tuple[str, int, int, int, int], StepCost] = {}
+        self._pairs = self._short_models(mode, weights, kv, meter_options, cluster)
+        self._pair = next(self._pairs, None)  # of the short models that are known to tell the steps so far
+
+    def _short_models(self, *same: Any) -> Iterator[tuple[StepModel, StepModel, int]]:
+        """Steps of pairs of models with fewer layers, and how many more turns this one has than the first."""
+        if self.decoder.shorter is not None:
+            steps = functools.cache(lambda decoder: StepModel(decoder, *same))
+            for fewer, more, turns in self.decoder.shorter.pairs():
+                yield steps(fewer), steps(more), turns
 
     @property
     def routing(self) -> Any:
@@ -83,26 +100,43 @@ class StepModel:
         """The cost of `new` tokens for each of `batch` sequences, after `cached` ones."""
         key = (device.name, batch, new, cached, logits)
         if key not in self._known:
-            report = self.report(device, batch, new, cached, logits)
-            links = self._collective_seconds(device, batch * new, batch * logits)
-            joules = None
-            if report.joules is not None and report.clock.idle_watts is not None:
-                joules = report.joules + report.clock.idle_watts * links
-            held = self.decoder.parameter_bytes + round(batch * self.decoder.metered_kv_bytes(cached, new))
-            working = max(0, report.memory.peak_bytes - held)
-            busy = min(report.kernel_seconds, report.seconds) + links
-            self._known[key] = StepCost(report.seconds + links, joules, working, links, busy)
+            sizes = (batch, new, cached, logits)
+            self._known[key] = self._continued(device, *sizes) or self._cost_of(self.report(device, *sizes), *sizes)
         return self._known[key]
+
+    def _continued(self, device: Hardware, *sizes: int) -> StepCost | None:
+        """By the short models; None where none tells the step."""
+        while self._pair is not None:
+            fewer, more, turns = self._pair
+            reports = fewer.report(device, *sizes), more.report(device, *sizes)
+            if is_one_turn_more(*reports):
+                return fewer._cost_of(reports[0], *sizes).with_turns(turns, more._cost_of(reports[1], *sizes))
+            self._pair = next(self._pairs, None)
+        return None
+
+    def _cost_of(self, report: Report, batch: int, new: int, cached: int, logits: int) -> StepCost:
+        """With the collectives."""
+        links = self._collective_seconds(report.hardware, batch * new, batch * logits)
+        joules = None
+        if report.joules is not None and report.clock.idle_watts is not None:
+            joules = report.joules + report.clock.idle_watts * links
+        held = self.decoder.parameter_bytes + round(batch * self.decoder.metered_kv_bytes(cached, new))
+        working = max(0, report.memory.peak_bytes - held)
+        busy = min(report.kernel_seconds, report.seconds) + links
+        return StepCost(report.seconds + links, joules, working, links, busy)
 
     def weight_bytes(self, device: Hardware) -> int:
         """Bytes of this rank's weights, in the format."""
+        if self._pair is not None:
+            fewer, more, turns = self._pair
+            return fewer.weight_bytes(device) + turns * (more.weight_bytes(device) - fewer.weight_bytes(device))
         report = self._eager(device, 1, 1, 0, 1)
         return self.decoder.parameter_bytes - narrow_bytes(
             report.kernels, report.memory.trace, self.weights, self._published
         )
 
     def report(self, device: Hardware, batch: int, new: int, cached: int, logits: int = 1) -> Report:
-        """The step's own report, without collectives."""
+        """The step's own report with each layer metered, without collectives."""
         report = self._eager(device, batch, new, cached, logits)
         assert report.in_mode is not None
         kernels = in_formats(report.kernels, report.memory.trace, device, self.weights, self.kv, self._published)

@@ -226,6 +226,8 @@ def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
     if rows < report.hardware.sm_count and share < NEAR_PEAK:
         return f"few rows: {rows} for {report.hardware.sm_count} SMs, since no row is shared by two"
     if timing.compute_seconds > timing.memory_seconds and share < NEAR_PEAK:
+        if cost.op_class == ELEMENTWISE:
+            return "its elements take longer to compute than to move"
         return "its threads combine results more than they move bytes"
     if share > NEAR_PEAK:
         return f"bound by memory, at {percent(share)} % of the bandwidth: only fewer bytes help"
