@@ -6,51 +6,34 @@ are [batch, length, heads, head size]; sequences that lie end to end are [tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from flopmeter.costs.access import HALVES
-from flopmeter.costs.contractions.attention import attention, attention_backward
-from flopmeter.records import AttentionWork, Call, Cost
-from flopmeter.run.shims.flash_attn.attention import NO_WINDOW, cache_cost, cached_attention, over_cache
-from flopmeter.run.shims.flash_attn.refusals import refuse
-from flopmeter.run.shims.kernel import kernel, named
-from flopmeter.torch_names.operators import aten
+from flopmeter.records.work import AttentionBackend
+from flopmeter.run.shims.flash_attn.attention import (
+    NO_WINDOW,
+    backward_cost,
+    by_library,
+    cache_cost,
+    cached_attention,
+    forward_cost,
+    over_cache,
+    row_sums,
+)  # fmt: skip
+from flopmeter.run.shims.kernel import kernel, named, refuse
 
 _NOT_THERE = (
     "qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "softcap", "seqused_q", "seqused_k", "rotary_cos",
     "cu_seqlens_q", "cu_seqlens_k_new", "return_softmax_lse",
 )  # fmt: skip
-_LIKE = (
-    "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal", "window_size_left",
-    "window_size_right",
-)  # fmt: skip
+_LIBRARY: AttentionBackend = "flash_3"
 
 
-def _cost(call: Call) -> Cost:
-    return _priced_as(call, attention, aten._flash_attention_forward.default)
-
-
-def _backward_cost(call: Call) -> Cost:
-    return _priced_as(call, attention_backward, aten._flash_attention_backward.default)
-
-
-def _priced_as(call: Call, rule: Callable[[Call], Cost], twin: OpOverload) -> Cost:
-    """The price of torch's own call of FlashAttention-2, by the newer library's kernels."""
-    return _of_3(call, rule(replace(call, func=twin, args=(), kwargs={name: call.argument(name) for name in _LIKE})))
-
-
-def _of_3(call: Call, cost: Cost) -> Cost:
-    assert isinstance(cost.work, AttentionWork)
-    return replace(cost, name=call.name, work=cost.work._replace(backend="flash_3"))
-
-
-@kernel("flash_attn_3", _cost)
+@kernel("flash_attn_3", lambda call: forward_cost(call, _LIBRARY))
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -64,12 +47,10 @@ def _forward(
     window_size_right: int,
 ) -> tuple[Tensor, Tensor]:
     """The output, and the logarithms of the sums of each row: [batch, heads, length], or [heads, tokens]."""
-    *rows, heads, _ = query.shape
-    sums = query.new_empty((*rows[:-1], heads, rows[-1]), dtype=torch.float32)
-    return query.new_empty((*query.shape[:-1], value.shape[-1])), sums
+    return query.new_empty((*query.shape[:-1], value.shape[-1])), row_sums(query)
 
 
-@kernel("flash_attn_3_backward", _backward_cost)
+@kernel("flash_attn_3_backward", lambda call: backward_cost(call, _LIBRARY))
 def _backward(
     gradient: Tensor,
     query: Tensor,
@@ -152,8 +133,8 @@ def flash_attn_with_kvcache(
     page_table: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """As FlashAttention-2's, which calls the table of pages `block_table`."""
-    refuse(options, *_NOT_THERE)
+    """FlashAttention-2's function of that name, with `page_table` for its `block_table`."""
+    refuse("flash_attn", options, _NOT_THERE)
     return cached_attention(_over_cache, q, k_cache, v_cache, k, v, block_table=page_table, **options)
 
 
@@ -167,16 +148,16 @@ def _attend(
     positional: tuple[Any, ...],
     options: dict[str, Any],
 ) -> Any:
-    refuse({"qv": next((each for each in positional if each is not None), None), **options}, *_NOT_THERE)
+    refuse("flash_attn", {"qv": next((each for each in positional if each is not None), None), **options}, _NOT_THERE)
     if q.dtype not in HALVES:
         raise NotImplementedError(f"flopmeter's shim of FlashAttention-3 takes fp16 and bf16, not {q.dtype}")
     out, sums = _forward(q, k, v, *lengths, causal, *window)
     return (out, sums) if options.get("return_attn_probs") else out
 
 
-_over_cache = kernel("flash_attn_3_over_cache", lambda call: _of_3(call, cache_cost(call)), mutates=("key", "value"))(
-    over_cache
-)
+_over_cache = kernel(
+    "flash_attn_3_over_cache", lambda call: by_library(call, cache_cost(call), _LIBRARY), mutates=("key", "value")
+)(over_cache)
 
 FUNCTIONS = named(flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
 DISTRIBUTION = "flash_attn_3"
