@@ -51,7 +51,7 @@ def test_a_function_of_torch_cuda_answers_or_is_refused_by_its_name(module, name
         try:
             getattr(importlib.import_module(module), name)(*arguments(own))
         except NotImplementedError as refused:
-            assert f"{name} is not there under flopmeter" in str(refused)  # noqa: PT017 - it may answer
+            assert f"{name} is not available under flopmeter" in str(refused)  # noqa: PT017 - it may answer
 
 
 def test_a_build_without_cuda_tells_the_handle_of_a_stream_as_one_with_it_does():

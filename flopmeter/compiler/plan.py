@@ -55,7 +55,8 @@ KernelCall = tuple[Call, tuple[str, ...], CompiledKernel]
 
 
 class Made(NamedTuple):
-    """The buffers of results: new ones, and those in the memory of a buffer that the step reads for the last time."""
+    """The buffers of results: new ones, and those that take the memory of a buffer that the step reads for the last
+    time."""
 
     allocated: tuple[Placed, ...]
     taken: tuple[tuple[Placed, str], ...]
@@ -358,8 +359,8 @@ class _Planner:
         return Made(tuple(each for each in placed if each.buffer not in sources), taken)
 
     def _new_buffers(self, node: Any) -> Iterator[Placed]:
-        """Buffers that the node makes; for a part of a larger buffer, that one. What only a kernel of loops itself
-        reads stays in its registers."""
+        """Buffers that the node makes; for a part of a larger buffer, the larger one. A result that only the same
+        kernel of loops reads stays in its registers."""
         if isinstance(node.node, self._ir.MultiOutput):
             return
         is_loops = all(isinstance(part, names.LOOPS_NODE.value) for part in node.get_nodes())
@@ -386,8 +387,7 @@ class _Planner:
         """The name of the op that made a result, or a result in a list of results."""
         while isinstance(part, self._ir.MultiOutput):
             part = part.inputs[0]
-        name: str = part.get_name()
-        return name
+        return part.get_name()
 
 
 def _in_full(specs: Iterable[TensorSpec]) -> tuple[Region, ...]:

@@ -154,7 +154,8 @@ def _posing_tensors() -> Iterator[Replacement]:
 
 
 def _never_on_meta(new: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensors that C++ makes for a posing tensor, such as the numbers of `where(mask, 1.0, 0.0)`, are on its device."""
+    """Puts tensors that C++ makes for a posing tensor, such as the numbers of `where(mask, 1.0, 0.0)`, on the device of
+    that tensor."""
 
     def make(cls: type, mode: Any, elem: Any, device: torch.device, *args: Any, **options: Any) -> Any:
         return new(cls, mode, elem, CUDA if device == META else device, *args, **options)
@@ -204,7 +205,7 @@ def pose(graph: Any) -> None:
 
 
 def unpose(graph: Any) -> None:
-    """The devices that a graph names are meta again, so that it can run."""
+    """Makes the devices that a graph names meta again, so that it can run."""
     _rename_device(graph, CUDA, META)
     graph.recompile()
 

@@ -8,7 +8,6 @@ Each answer is one entry of `CudaModule.answers`; the rest of torch.cuda says by
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections import OrderedDict
@@ -27,6 +26,7 @@ from flopmeter.run.device_memory import DeviceMemory
 from flopmeter.run.graph_pools import graph_pool_handle
 from flopmeter.run.named_types import LegacyType
 from flopmeter.run.patches import Patch
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import INDUCTOR
 from flopmeter.trace.streams import host_waits
 
@@ -64,7 +64,7 @@ class DeviceProperties(types.SimpleNamespace):
     """torch.cuda.get_device_properties(): facts of the profile and of its compute capability."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"flopmeter's profile of {self.name} does not tell {name!r}")
+        raise AttributeError(f"flopmeter's profile of {self.name} has no {name!r}")
 
 
 def _success(*_: Any) -> int:
@@ -301,17 +301,13 @@ class CudaModule:
         mhz = self._hardware.boost_clock_mhz
         return {} if mhz is None else {"clock_rate": self._idle("torch.cuda.clock_rate", round(mhz), "MHz")}
 
-    def _host_alone(self, make: Callable[..., None]) -> Callable[..., None]:
+    @around
+    def _host_alone(self, make: Callable[..., None], profile: Any, *args: Any, **kwargs: Any) -> None:
         """torch.profiler without the device's activities, about which it would warn at each op."""
-
-        @functools.wraps(make)
-        def init(profile: Any, *args: Any, **kwargs: Any) -> None:
-            if kwargs.get("use_device") == "cuda" or kwargs.get("use_cuda"):
-                self._note("torch.profiler tells of the host alone: no GPU runs")
-                kwargs |= {"use_device": None} | ({"use_cuda": False} if "use_cuda" in kwargs else {})
-            make(profile, *args, **kwargs)
-
-        return init
+        if kwargs.get("use_device") == "cuda" or kwargs.get("use_cuda"):
+            self._note("torch.profiler records only the host: no GPU runs")
+            kwargs |= {"use_device": None} | ({"use_cuda": False} if "use_cuda" in kwargs else {})
+        make(profile, *args, **kwargs)
 
     def _memory_stats(self) -> OrderedDict[str, int]:
         memory = self._memory
@@ -405,7 +401,7 @@ def _seed(*args: Any) -> None:
 
 
 def _rng_state(device: Any = "cuda") -> torch.Tensor:
-    """As large as CUDA's: a seed and an offset of 8 bytes each."""
+    """A state of the size of CUDA's: a seed and an offset of 8 bytes each."""
     return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 

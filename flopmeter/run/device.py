@@ -107,7 +107,7 @@ class NamedCuda:
         yield Patch(Tensor, "is_meta", property(self._is_meta), tells)
         yield Patch(Tensor, "get_device", lambda own: self.index if self.holds(own) else true_get_device(own), tells)
         yield Patch(Tensor, "data", property(true_data, set_data), "is given data of the device named cuda")
-        yield Patch(Tensor, "__repr__", printed_as_cuda(Tensor.__repr__, self), "prints a tensor as a GPU's")
+        yield Patch(Tensor, "__repr__", printed_as_cuda(self, Tensor.__repr__), "prints a tensor as a GPU's")
         yield Patch(Tensor, "to", self._to(Tensor.to), _TAKES)
         yield Patch(Tensor, "cuda", self._cuda(Tensor.to), _TAKES)
         yield Patch(Tensor, "type", self._type(Tensor.type), "tells and takes torch.cuda.FloatTensor and its kin")
