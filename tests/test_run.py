@@ -216,7 +216,7 @@ def test_the_program_is_told_what_it_is_told_on_the_gpu():
         assert torch.cuda.is_bf16_supported()
         with pytest.raises(AttributeError, match="has no 'uuid'"):
             _ = properties.uuid
-        with pytest.raises(NotImplementedError, match=r"torch\.cuda\.temperature is not there"):
+        with pytest.raises(NotImplementedError, match=r"torch\.cuda\.temperature is not available"):
             torch.cuda.temperature()
         assert str(device) == "cuda:0"
 

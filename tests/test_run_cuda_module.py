@@ -103,5 +103,5 @@ def test_the_switches_of_tunable_ops_keep_what_the_program_says_and_no_kernel_is
 def test_a_kernel_given_as_text_may_be_defined_and_is_refused_when_it_is_called():
     with flopmeter.cuda("h100-sxm5-80gb"):
         kernel = torch.cuda.jiterator._create_jit_fn("template <typename T> T one_more(T x) { return x + 1; }")
-        with pytest.raises(NotImplementedError, match=r"a kernel of torch\.cuda\.jiterator is not there"):
+        with pytest.raises(NotImplementedError, match=r"a kernel of torch\.cuda\.jiterator is not available"):
             kernel(torch.zeros(2, device="cuda"))

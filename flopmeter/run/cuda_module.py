@@ -19,6 +19,7 @@ import torch
 
 from flopmeter.as_cuda import CudaTarget
 from flopmeter.device.hardware import Hardware
+from flopmeter.device.sm_limits import BLOCK_THREADS, KB, SM_REGISTERS, WARP_THREADS, sm_limits
 from flopmeter.run import cuda_submodules, streams
 from flopmeter.run.cuda_submodules import absent, left_out
 from flopmeter.run.device import NamedCuda
@@ -29,17 +30,6 @@ from flopmeter.run.patches import Patch
 from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import INDUCTOR
 from flopmeter.trace.streams import host_waits
-
-# Threads and kB of shared memory of an SM, and kB that one block may ask for, by compute capability. Source: CUDA C++
-# Programming Guide, "Technical Specifications per Compute Capability".
-_PER_SM: Mapping[tuple[int, int], tuple[int, int, int]] = {
-    (6, 0): (2048, 64, 48), (6, 1): (2048, 96, 48), (7, 0): (2048, 96, 96), (7, 5): (1024, 64, 64),
-    (8, 0): (2048, 164, 163), (8, 6): (1536, 100, 99), (8, 7): (1536, 164, 163), (8, 9): (1536, 100, 99),
-    (9, 0): (2048, 228, 227), (10, 0): (2048, 228, 227), (10, 3): (2048, 228, 227), (12, 0): (1536, 100, 99),
-    (12, 1): (1536, 100, 99),
-}  # fmt: skip
-REGISTERS_PER_SM = 65536  # the same table: of 32 bits, the same for all of these
-KB = 1024
 
 _DTYPES = {
     "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16,
@@ -274,17 +264,17 @@ class CudaModule:
     def _facts(self) -> DeviceProperties:
         hardware, capability = self._hardware, self._target.compute_capability
         facts: dict[str, Any] = {"name": self.name, "major": capability[0], "minor": capability[1]}
-        facts |= {"multi_processor_count": hardware.sm_count, "warp_size": 32, "gcnArchName": self.name}
-        facts |= {"is_integrated": 0, "is_multi_gpu_board": 0, "regs_per_multiprocessor": REGISTERS_PER_SM}
+        facts |= {"multi_processor_count": hardware.sm_count, "warp_size": WARP_THREADS, "gcnArchName": self.name}
+        facts |= {"is_integrated": 0, "is_multi_gpu_board": 0, "regs_per_multiprocessor": SM_REGISTERS}
         if hardware.memory_bytes is not None:
             facts["total_memory"] = hardware.memory_bytes
         if hardware.l2_cache_bytes is not None:
             facts["L2_cache_size"] = hardware.l2_cache_bytes
-        if capability in _PER_SM:
-            threads, shared, block = _PER_SM[capability]
-            facts |= {"max_threads_per_multi_processor": threads, "max_threads_per_block": 1024}
-            facts |= {"shared_memory_per_multiprocessor": shared * KB, "shared_memory_per_block": 48 * KB}
-            facts["shared_memory_per_block_optin"] = block * KB
+        limits = sm_limits(capability)
+        if limits.shared_kb is not None and limits.block_shared_kb is not None:
+            facts |= {"max_threads_per_multi_processor": limits.threads, "max_threads_per_block": BLOCK_THREADS}
+            facts |= {"shared_memory_per_multiprocessor": limits.shared_kb * KB, "shared_memory_per_block": 48 * KB}
+            facts["shared_memory_per_block_optin"] = limits.block_shared_kb * KB
         return DeviceProperties(**facts)
 
     def _idle(self, name: str, value: int, unit: str) -> Callable[..., int]:
