@@ -32,13 +32,13 @@ from flopmeter.known_values import DataDependentError
 from flopmeter.records import ELEMENTWISE, Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
 from flopmeter.torch_names import compiler as names
-from flopmeter.torch_names.operators import Overloads, aten_overloads
-from flopmeter.torch_names.own_operators import own
+from flopmeter.torch_names.operators import aten_overloads
+from flopmeter.torch_names.own_operators import own_overloads
 from flopmeter.torch_names.private import no_dispatch_modes
 from flopmeter.trace.process_groups import with_groups
 from flopmeter.trace.recorder import Recorder
 
-compiled_kernel = Overloads(own).compiled_kernel.default
+compiled_kernel = own_overloads.compiled_kernel.default
 """The op that stands for a kernel that inductor wrote; `kernel` holds a CompiledKernel."""
 
 CONVOLVED = 2  # tensors that a convolution takes before its bias
