@@ -13,27 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flopmeter import register_cost
-from flopmeter.costs import make_cost
-from flopmeter.records import ELEMENTWISE, Call, Cost
-
-
-@torch.library.custom_op("transformer_engine::cast_transpose", mutates_args=())
-def cast_transpose(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [rows, columns] in fp8, [rows, columns] and [columns, rows]."""
-    raise NotImplementedError("it runs on meta only")
-
-
-@cast_transpose.register_fake
-def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    rows, columns = x.shape
-    return x.new_empty(rows, columns, dtype=dtype), x.new_empty(columns, rows, dtype=dtype)
-
-
-@register_cost(cast_transpose)
-def _cost(call: Call) -> Cost:
-    """The product with the scale, and the largest value."""
-    return make_cost(call, ELEMENTWISE, 2 * call.inputs[0].numel)
+from flopmeter.run.shims.transformer_engine.casts import cast
 
 
 def in_fp8(layers: nn.Module) -> None:
@@ -54,16 +34,23 @@ class TransformerEngineLinear(nn.Linear):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        by_rows, by_columns = cast_transpose(x, torch.float8_e4m3fn)
-        narrow, turned = cast_transpose(weight, torch.float8_e4m3fn)
+        by_rows, by_columns = _cast(x, torch.float8_e4m3fn)
+        narrow, turned = _cast(weight, torch.float8_e4m3fn)
         ctx.save_for_backward(by_columns, turned)
         return _scaled(by_rows, narrow, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        by_rows, by_columns = cast_transpose(gradient, torch.float8_e5m2)
+        by_rows, by_columns = _cast(gradient, torch.float8_e5m2)
         return _scaled(by_rows, weight), _scaled(by_columns, x), gradient.sum(0)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """x [rows, columns] in fp8, and its transpose, by one kernel of the shim. The scale is there already."""
+    scale = x.new_empty(1, dtype=torch.float32)
+    made: list[Tensor] = cast(x, scale, dtype, columns=True, bias_gradient=False)
+    return made
 
 
 def _scaled(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

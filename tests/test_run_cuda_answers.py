@@ -20,7 +20,7 @@ def test_the_properties_are_those_of_the_data_sheet_and_of_the_compute_capabilit
     """NVIDIA's data sheet, torch's bytes of memory, and the CUDA programming guide's table of capability 9.0."""
     with flopmeter.cuda(H100):
         facts = vars(torch.cuda.get_device_properties())
-        with pytest.raises(AttributeError, match="flopmeter's profile of NVIDIA H100 80GB HBM3 does not tell 'uuid'"):
+        with pytest.raises(AttributeError, match="flopmeter's profile of NVIDIA H100 80GB HBM3 has no 'uuid'"):
             torch.cuda.get_device_properties().uuid  # noqa: B018
     assert facts == {
         "name": "NVIDIA H100 80GB HBM3", "gcnArchName": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0,

@@ -25,7 +25,7 @@ def test_a_profiler_that_is_left_in_a_script_tells_of_the_host_without_a_warning
         torch.zeros(8, 8, device="cuda") @ torch.zeros(8, 8, device="cuda")
     assert "aten::mm" in {event.key for event in profile.key_averages()}
     assert device.report().step.macs == 8**3
-    assert "torch.profiler tells of the host alone: no GPU runs" in device.report().step.notes
+    assert "torch.profiler records only the host: no GPU runs" in device.report().step.notes
     assert "CUDA" not in capfd.readouterr().err
     assert not [warning for warning in recwarn if "CUDA" in str(warning.message)]
 

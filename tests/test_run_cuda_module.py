@@ -51,7 +51,7 @@ def test_a_function_of_torch_cuda_answers_or_is_refused_by_its_name(module, name
         try:
             getattr(importlib.import_module(module), name)(*arguments(own))
         except NotImplementedError as refused:
-            assert f"{name} is not there under flopmeter" in str(refused)  # noqa: PT017 - it may answer
+            assert f"{name} is not available under flopmeter" in str(refused)  # noqa: PT017 - it may answer
 
 
 def test_a_build_without_cuda_tells_the_handle_of_a_stream_as_one_with_it_does():
@@ -103,5 +103,5 @@ def test_the_switches_of_tunable_ops_keep_what_the_program_says_and_no_kernel_is
 def test_a_kernel_given_as_text_may_be_defined_and_is_refused_when_it_is_called():
     with flopmeter.cuda("h100-sxm5-80gb"):
         kernel = torch.cuda.jiterator._create_jit_fn("template <typename T> T one_more(T x) { return x + 1; }")
-        with pytest.raises(NotImplementedError, match=r"a kernel of torch\.cuda\.jiterator is not there"):
+        with pytest.raises(NotImplementedError, match=r"a kernel of torch\.cuda\.jiterator is not available"):
             kernel(torch.zeros(2, device="cuda"))

@@ -25,6 +25,7 @@ import torch
 
 from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.torch_names import dispatcher, private
+from flopmeter.torch_names.around import around
 
 WATCHED = {
     private.NO_AMP.path: "only what is to be on asks it when it is made: tells what torch turns off for want of CUDA",
@@ -60,7 +61,7 @@ def watch() -> None:
     _unknown.update(filter(dispatcher.is_cuda_amp_off, instances))
     owner, name = private.NO_AMP.owner, private.NO_AMP.attribute
     setattr(owner, name, _noting_who_asks(private.NO_AMP.value))
-    _AUTOCAST.__enter__ = _then(_AUTOCAST.__enter__, lambda entered: _open.contexts.append(entered))  # type: ignore[method-assign]
+    _AUTOCAST.__enter__ = _then(lambda entered: _open.contexts.append(entered), _AUTOCAST.__enter__)  # type: ignore[method-assign]
     _AUTOCAST.__exit__ = _noting_exit(_AUTOCAST.__exit__)  # type: ignore[method-assign]
 
 
@@ -86,28 +87,21 @@ def _noting_who_asks(is_amp_unavailable: Any) -> Any:
     return wrapper
 
 
-def _then(method: Any, note: Callable[[Any], None]) -> Any:
+@around
+def _then(note: Callable[[Any], None], method: Any, self: Any, *args: Any) -> Any:
     """The method, followed by a note of the object."""
-
-    @functools.wraps(method)
-    def run_and_note(self: Any, *args: Any) -> Any:
-        result = method(self, *args)
-        note(self)
-        return result
-
-    return run_and_note
+    result = method(self, *args)
+    note(self)
+    return result
 
 
-def _noting_exit(exit_: Any) -> Any:
-    @functools.wraps(exit_)
-    def note_and_exit(self: Any, *exception: Any) -> Any:
-        if self in _open.contexts:
-            _open.contexts.remove(self)
-        if _open.twins and _open.twins[-1][0] is self:
-            _leave_twin()
-        return exit_(self, *exception)
-
-    return note_and_exit
+@around
+def _noting_exit(exit_: Any, self: Any, *exception: Any) -> Any:
+    if self in _open.contexts:
+        _open.contexts.remove(self)
+    if _open.twins and _open.twins[-1][0] is self:
+        _leave_twin()
+    return exit_(self, *exception)
 
 
 # --- while an emulation is open ------------------------------------------------------------------------------------
@@ -143,8 +137,8 @@ def _follow(scope: Emulation) -> None:
         if scaler in _unknown:
             scope.note(_unknown_text("GradScaler"))
 
-    scope.patch(_AUTOCAST, "__enter__", _then(_AUTOCAST.__enter__, entered))
-    scope.patch(_GRAD_SCALER, "scale", _then(_GRAD_SCALER.scale, scaled))
+    scope.patch(_AUTOCAST, "__enter__", _then(entered, _AUTOCAST.__enter__))
+    scope.patch(_GRAD_SCALER, "scale", _then(scaled, _GRAD_SCALER.scale))
     scope.on_close(_leave_twins)
 
 

@@ -268,7 +268,7 @@ def _head_sizes_to(limit: int, call: SdpaCall, knows_192: bool) -> bool:
 
 
 def cudnn_backward_has_head_sizes(call: SdpaCall) -> bool:
-    """For heads over 128 there is a backward kernel for two sizes only."""
+    """The backward kernel for heads wider than 128 has two sizes only."""
     sizes = call.head_size, call.value.shape[-1]
     if not (call.needs_grad and has_kernels_of_256(call.target)):
         return True

@@ -26,6 +26,7 @@ from flopmeter.as_cuda import amp_wishes
 from flopmeter.as_cuda.emulation import DispatcherKernel, Emulation
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names import dispatcher, private
+from flopmeter.torch_names.around import around
 
 aten = torch.ops.aten
 
@@ -183,9 +184,9 @@ def _treat_meta_as_cuda(scope: Emulation) -> None:
 
     scope.patch_private(private.CUSTOM_FWD_CAST, cast_for_custom_fwd)
     autocast = torch.amp.autocast_mode.autocast
-    scope.patch(autocast, "__init__", _on_cuda(autocast.__init__, position=1))
+    scope.patch(autocast, "__init__", _on_cuda(1, autocast.__init__))
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
-        scope.patch(torch, name, _on_cuda(getattr(torch, name), position=0))
+        scope.patch(torch, name, _on_cuda(0, getattr(torch, name)))
 
 
 def _let_higher_order_ops_through(scope: Emulation) -> None:
@@ -203,18 +204,14 @@ def _stop_at(operator: HigherOrderOperator, key: Any) -> None:
     operator.non_fallthrough_keys = operator.non_fallthrough_keys.add(key)
 
 
-def _on_cuda(function: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """Wraps `function`: "meta" as the argument at `position` becomes "cuda"."""
-
-    @functools.wraps(function)
-    def with_cuda(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > position and args[position] == "meta":
-            args = (*args[:position], "cuda", *args[position + 1 :])
-        elif kwargs.get("device_type") == "meta":
-            kwargs["device_type"] = "cuda"
-        return function(*args, **kwargs)
-
-    return with_cuda
+@around
+def _on_cuda(position: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """ "meta" as the argument at `position` becomes "cuda"."""
+    if len(args) > position and args[position] == "meta":
+        args = (*args[:position], "cuda", *args[position + 1 :])
+    elif kwargs.get("device_type") == "meta":
+        kwargs["device_type"] = "cuda"
+    return function(*args, **kwargs)
 
 
 # --- casting -------------------------------------------------------------------------------------------------------

@@ -29,7 +29,9 @@ def install_mha(scope: Emulation) -> None:
     scope.patch_private(private.THIRD_DEVICE, "meta")
 
     def mask_is_left_aligned(tensor: Tensor, mask: Tensor) -> bool:
-        scope.note("nn.TransformerEncoder with a padding mask: none was left out (its nested tensors do not run here)")
+        scope.note(
+            "nn.TransformerEncoder with a padding mask: padding is computed too (nested tensors do not run here)"
+        )
         return False
 
     scope.kernel("aten::_nested_tensor_from_mask_left_aligned", mask_is_left_aligned, "Meta")
@@ -75,7 +77,8 @@ def _optimizer_modules() -> tuple[str, ...]:
 
 
 def _with_meta(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    @functools.wraps(devices)  # TorchScript, which compiles torch.distributed.optim, reads the source of the original
+    # TorchScript, which compiles torch.distributed.optim, reads the source of the original, and `torch` in this file.
+    @functools.wraps(devices)
     def supported_devices(*args: Any, **kwargs: Any) -> list[str]:
         return [*devices(*args, **kwargs), "meta"]
 

@@ -34,7 +34,7 @@ class CudaTarget:
 
     @classmethod
     def stand_in(cls, device: str) -> CudaTarget:
-        """For a `device` that is not NVIDIA's: ops are dispatched as on CUDA with capability 8.0."""
+        """The target for a `device` that is not from NVIDIA: ops are dispatched as on CUDA with capability 8.0."""
         major, minor = STAND_IN_CAPABILITY
         rule = f"ops are those that CUDA dispatches on compute capability {major}.{minor}"
         return cls(STAND_IN_CAPABILITY, notes=(f"{device} is not an NVIDIA device: {rule}",))

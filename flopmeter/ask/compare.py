@@ -224,15 +224,7 @@ def result_of(
     report: Report, dollars_per_hour: float | None = None, items: float | None = None, host: Host | None = None
 ) -> DeviceResult:
     """The row of a report that was priced with `host`."""
-    return DeviceResult(
-        row=_row(report, items, dollars_per_hour, what_if(report, host)),
-        title=report.headline.replace(f" · {report.hardware.title}", ""),
-        notes=tuple(_notes(report)),
-    )
-
-
-def _row(report: Report, items: float | None, dollars_per_hour: float | None, changes: WhatIf) -> DeviceRow:
-    return DeviceRow(
+    row = DeviceRow(
         hardware=report.hardware.name,
         seconds_low=report.seconds_low,
         seconds_high=report.seconds_high,
@@ -240,9 +232,10 @@ def _row(report: Report, items: float | None, dollars_per_hour: float | None, ch
         busy_share=report.kernel_seconds / report.seconds,
         idle_share=report.idle_seconds / report.seconds,
         dollars_per_hour=dollars_per_hour,
-        what_if=changes,
+        what_if=what_if(report, host),
         **step_figures(report),
     )
+    return DeviceResult(row, report.headline.replace(f" · {report.hardware.title}", ""), tuple(_notes(report)))
 
 
 def checked_devices(hardware: Iterable[AnyHardware], error: type[ValueError] = ValueError) -> list[Hardware]:

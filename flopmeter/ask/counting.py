@@ -51,7 +51,7 @@ class FlopCount(Shown):
     __repr__ = __str__
 
     def down_to(self, depth: int) -> FlopCount:
-        """The same without the modules that are deeper than `depth` (0: the model alone)."""
+        """This table without modules deeper than `depth` (0: only the model)."""
         check_whole(least=0, depth=depth)
         kept = tuple(each for each in self.modules if each.depth <= depth)
         return FlopCount(self.flops, self.macs, self.bytes, self.parameters, kept)

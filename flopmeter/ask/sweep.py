@@ -23,7 +23,6 @@ from flopmeter.device.hardware import AnyHardware, Hardware, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
 from flopmeter.report.quantities import percent
-from flopmeter.report.report import Report
 from flopmeter.report.tables import ColumnOf, Document, Shown, Table, table_of
 
 FLAT = 1.10
@@ -196,11 +195,7 @@ def _measured(
     report = meter.report(mode=mode)
     if not report.kernels:
         raise ValueError(f"the program ran no op on meta tensors at {over} {size}: there is nothing to sweep")
-    return _point(size, items, report), report.headline, report.notes
-
-
-def _point(size: int, items: float, report: Report) -> Point:
-    return Point(
+    point = Point(
         size=size,
         items_per_s=items * size / report.seconds,
         flops=report.flops,
@@ -210,6 +205,7 @@ def _point(size: int, items: float, report: Report) -> Point:
         idle_share=report.idle_seconds / report.seconds,
         **step_figures(report),
     )
+    return point, report.headline, report.notes
 
 
 def _per_doubling(before: Point, after: Point, ratio: float) -> float:

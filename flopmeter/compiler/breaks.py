@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from flopmeter.records import CompiledGraph, GraphBreak
+from flopmeter.torch_names.around import around
 
 
 class Breaks:
@@ -17,18 +17,14 @@ class Breaks:
         self._waiting: list[GraphBreak] = []  # not told yet: the next graph is told with them
         self._told: Any = None  # the reason that the last graph came with
 
-    def around(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @around
+    def noting(self, plain: Callable[..., Any], output: Any, tx: Any, reason: Any, *args: Any, **options: Any) -> Any:
         """Called by Dynamo where it ends a graph, with the reason. The graph may be empty, or be split by DDP, which
         has a reason of its own for each part."""
-
-        @functools.wraps(plain)
-        def compile_subgraph(output: Any, tx: Any, reason: Any, *args: Any, **options: Any) -> Any:
-            result = plain(output, tx, reason, *args, **options)
-            if self._is_here() and reason is not self._told:
-                self._waiting += _in_words(reason)
-            return result
-
-        return compile_subgraph
+        result = plain(output, tx, reason, *args, **options)
+        if self._is_here() and reason is not self._told:
+            self._waiting += _in_words(reason)
+        return result
 
     def before(self, model: Any) -> tuple[GraphBreak, ...]:
         """The breaks that led to this graph, and the one that ends it."""

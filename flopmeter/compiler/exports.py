@@ -8,7 +8,6 @@ written: there would be no code to put into it.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from torch.export import ExportedProgram
 from flopmeter.compiler.hidden import hooks_hidden
 from flopmeter.compiler.posing import replace
 from flopmeter.records.tensors import tensors_in
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import AOT_COMPILE, AOTI_COMPILE, AOTI_LOAD
 
 
@@ -40,14 +40,7 @@ class Exports:
 
     def __enter__(self) -> Exports:
         """Nothing of inductor is imported, which takes a second, until there is an exported program to compile."""
-        plain = ExportedProgram.__init__
-
-        @functools.wraps(plain)
-        def init(program: ExportedProgram, *args: Any, **kwargs: Any) -> None:
-            self._install()
-            plain(program, *args, **kwargs)
-
-        replace(self._undo, ExportedProgram, "__init__", init)
+        replace(self._undo, ExportedProgram, "__init__", self._when_first_exporting(ExportedProgram.__init__))
         replace(self._undo, torch.export, "export", _without_hooks(torch.export.export))
         if AOTI_COMPILE.loaded:  # there may be exported programs already
             self._install()
@@ -55,6 +48,11 @@ class Exports:
 
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
+
+    @around
+    def _when_first_exporting(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._install()
+        init(*args, **kwargs)
 
     def _install(self) -> None:
         if self._is_installed:
@@ -68,36 +66,32 @@ class Exports:
             if hasattr(name.owner, name.attribute):
                 replace(self._undo, name.owner, name.attribute, wrapper(name.value))
 
-    def _in_place_of_compile(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def compile_and_package(
-            program: ExportedProgram, *args: Any, package_path: Any = None, inductor_configs: Any = None
-        ) -> Any:
-            if _is_on_cpu((program.example_inputs, *program.state_dict.values())):
-                return plain(program, *args, package_path=package_path, inductor_configs=inductor_configs)
-            path = f"{id(self):x}_{len(self._compiled)}.pt2" if package_path is None else package_path
-            dynamic = None if program.range_constraints else False
-            run = torch.compile(program.module(), dynamic=dynamic, options=inductor_configs)
-            self._compiled[_key(path)] = torch.no_grad()(run)
-            return path
+    @around
+    def _in_place_of_compile(
+        self,
+        plain: Callable[..., Any],
+        program: ExportedProgram,
+        *args: Any,
+        package_path: Any = None,
+        inductor_configs: Any = None,
+    ) -> Any:
+        if _is_on_cpu((program.example_inputs, *program.state_dict.values())):
+            return plain(program, *args, package_path=package_path, inductor_configs=inductor_configs)
+        path = f"{id(self):x}_{len(self._compiled)}.pt2" if package_path is None else package_path
+        dynamic = None if program.range_constraints else False
+        run = torch.compile(program.module(), dynamic=dynamic, options=inductor_configs)
+        self._compiled[_key(path)] = torch.no_grad()(run)
+        return path
 
-        return compile_and_package
-
-    def _in_place_of_load(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def load_package(path: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._compiled.get(_key(path)) or plain(path, *args, **kwargs)
-
-        return load_package
+    @around
+    def _in_place_of_load(self, plain: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled.get(_key(path)) or plain(path, *args, **kwargs)
 
 
-def _without_hooks(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def export(*args: Any, **kwargs: Any) -> Any:
-        with hooks_hidden():
-            return plain(*args, **kwargs)
-
-    return export
+@around
+def _without_hooks(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with hooks_hidden():
+        return plain(*args, **kwargs)
 
 
 def _key(path: Any) -> object:
@@ -108,14 +102,11 @@ def _is_on_cpu(values: Any) -> bool:
     return all(tensor.device.type == "cpu" for tensor in tensors_in(values))
 
 
-def _refused_off_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def aot_compile(graph: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if not _is_on_cpu((args, *graph.state_dict().values())):
-            raise RuntimeError(
-                "aot_compile makes code for a GPU that is not there, whose calls nobody would count: use "
-                "torch._inductor.aoti_compile_and_package and aoti_load_package"
-            )
-        return plain(graph, args, *rest, **kwargs)
-
-    return aot_compile
+@around
+def _refused_off_the_cpu(plain: Callable[..., Any], graph: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+    if not _is_on_cpu((args, *graph.state_dict().values())):
+        raise RuntimeError(
+            "aot_compile makes code for a GPU that is not there, whose calls nobody would count: use "
+            "torch._inductor.aoti_compile_and_package and aoti_load_package"
+        )
+    return plain(graph, args, *rest, **kwargs)

@@ -22,13 +22,11 @@ from flopmeter.compiler.posing import unpose
 from flopmeter.compiler.regions import Sizes
 from flopmeter.known_values import KnownValues
 from flopmeter.records import BlockCount, Call, FlexBody
-from flopmeter.torch_names.operators import Overloads
-from flopmeter.torch_names.own_operators import own
+from flopmeter.torch_names.own_operators import own_overloads
 from flopmeter.torch_names.private import no_dispatch_modes
 from flopmeter.trace.flex_attention import template_of
 
 FORWARD, BACKWARD = "flex_attention", "flex_attention_backward"
-_overloads = Overloads(own)
 _MASK, _MASK_READS = {FORWARD: 4, BACKWARD: 9}, {FORWARD: 8, BACKWARD: 13}  # their places among the arguments
 _JOINT, _SCORE_READS, _OPTIONS = 8, 12, {FORWARD: 6, BACKWARD: 11}
 _SCALARS = 5  # the score and four indices: their gradients come first in the results of the joint graph
@@ -78,9 +76,9 @@ def call_of(node: Node, tensors: TemplateTensors) -> Call:
     """The template's call, with specs for tensors, as if its mask left everything."""
     read, written, blocks, captured = map(tuple, tensors)
     if node.target.name() == FORWARD:  # type: ignore[union-attr]
-        func, args = _overloads.flex_attention.default, (*read, blocks, captured, len(written) > 1, len(written) > 2)
+        func, args = own_overloads.flex_attention.default, (*read, blocks, captured, len(written) > 1, len(written) > 2)
     else:
-        func, args = _overloads.flex_attention_gradients.default, (*read, blocks, captured, written[3:])
+        func, args = own_overloads.flex_attention_gradients.default, (*read, blocks, captured, written[3:])
     queries, keys = read[0].shape[2], read[1].shape[2]
     every = BlockCount(1, (queries, keys), 1, queries * keys, 0, keys, passes_diagonal=True)
     body = FlexBody(every, (), (), splits_keys=False)

@@ -18,6 +18,7 @@ from flopmeter.compiler.pace import undisturbed
 from flopmeter.compiler.replay import name_of
 from flopmeter.known_values import entry_points
 from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
 from flopmeter.trace import triton_kernels
 
@@ -77,17 +78,13 @@ class Frames:
 
         return convert
 
-    def _around_giving_up(self, plain: Callable[..., str]) -> Callable[..., str]:
+    @around
+    def _around_giving_up(self, plain: Callable[..., str], error: Exception, code: CodeType, *args: Any) -> str:
         """Wraps a message that Dynamo makes where it leaves a whole function uncompiled, such as one with a graph break
         in a loop; functions that it calls are compiled on their own."""
-
-        @functools.wraps(plain)
-        def message(error: Exception, code: CodeType, *args: Any) -> str:
-            if self.is_here and not _is_of_python(code):
-                self._left_eager[f"{name_of(code)}: {_reasons(error)}"] = None
-            return plain(error, code, *args)
-
-        return message
+        if self.is_here and not _is_of_python(code):
+            self._left_eager[f"{name_of(code)}: {_reasons(error)}"] = None
+        return plain(error, code, *args)
 
     @contextlib.contextmanager
     def as_torch_is(self) -> Iterator[None]:
@@ -102,16 +99,12 @@ class Frames:
             self._stood_in_for = frozenset(map(id, (*functions, *codes)))
             yield
 
-    def _around_identity_guard(self, plain: Callable[..., None]) -> Callable[..., None]:
+    @around
+    def _around_identity_guard(self, plain: Callable[..., None], builder: Any, guard: Any, *args: Any) -> None:
         """Wraps a guard. If it fails only because the running program sees a stand-in where Dynamo saw torch's
         function, that is no reason to compile again."""
-
-        @functools.wraps(plain)
-        def guard_identity(builder: Any, guard: Any, *args: Any) -> None:
-            if not self.is_here or id(builder.get(guard)) not in self._stood_in_for:
-                plain(builder, guard, *args)
-
-        return guard_identity
+        if not self.is_here or id(builder.get(guard)) not in self._stood_in_for:
+            plain(builder, guard, *args)
 
 
 def _is_of_python(code: CodeType) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, unpose, u
 from flopmeter.records.memory_format import CHANNELS_LAST
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import BACKWARD_GRAPH, PrivateName
 from flopmeter.trace import triton_kernels
 
@@ -42,61 +42,43 @@ class GpuAnswers:
         if BACKWARD_GRAPH.present():
             yield BACKWARD_GRAPH, self._around_backward_graph
 
-    def _in_place_of_joint_passes(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def joint_passes(module: Any, *args: Any, **options: Any) -> Any:
-            if not self._is_here():
-                return plain(module, *args, **options)
-            with posing(self._device):
-                pose(module)
-                if "input_device" in options:
-                    options["input_device"] = CUDA
-                return plain(module, *args, **options)
+    @around
+    def _in_place_of_joint_passes(self, plain: Callable[..., Any], module: Any, *args: Any, **options: Any) -> Any:
+        if not self._is_here():
+            return plain(module, *args, **options)
+        with posing(self._device):
+            pose(module)
+            if "input_device" in options:
+                options["input_device"] = CUDA
+            return plain(module, *args, **options)
 
-        return joint_passes
-
-    def _around_backward_graph(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @around
+    def _around_backward_graph(self, plain: Callable[..., Any], *args: Any) -> Any:
         """Compiled autograd traces the backward graph of a compiled function, as a part of its own, with the program's
         tensors."""
+        found = plain(*args)
+        if not self._is_here() or not isinstance(found, GraphModule):
+            return found
+        on_meta = copied(found)
+        unpose(on_meta)
+        return on_meta
 
-        @functools.wraps(plain)
-        def backward_graph(*args: Any) -> Any:
-            found = plain(*args)
-            if not self._is_here() or not isinstance(found, GraphModule):
-                return found
-            on_meta = copied(found)
-            unpose(on_meta)
-            return on_meta
+    @around
+    def _around_partition(self, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with posing(self._device) if self._is_here() else contextlib.nullcontext():
+            return plain(*args, **options)
 
-        return backward_graph
-
-    def _around_partition(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def partition(*args: Any, **options: Any) -> Any:
-            with posing(self._device) if self._is_here() else contextlib.nullcontext():
-                return plain(*args, **options)
-
-        return partition
-
-    def _around_first_results(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @around
+    def _around_first_results(self, plain: Callable[..., Any], *args: Any) -> Any:
         """Where DDP splits a graph, the next part is traced with the results of the one before: on meta, as the
         program's tensors are, not on the device that they pose to be on."""
+        return tree_map(unposed, plain(*args)) if self._is_here() else plain(*args)
 
-        @functools.wraps(plain)
-        def results(*args: Any) -> Any:
-            return tree_map(unposed, plain(*args)) if self._is_here() else plain(*args)
-
-        return results
-
-    def _around_generators(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @around
+    def _around_generators(self, plain: Callable[..., Any], joint: Any, forward: Any, backward: Any, *args: Any) -> Any:
         """Around a random op that the backward graph computes again, attention among them, torch puts an op that keeps
         the generator's state. That is the host's work, and would hide the op."""
-
-        @functools.wraps(plain)
-        def keep(joint: Any, forward: Any, backward: Any, *args: Any) -> Any:
-            return (forward, backward) if self._is_here() else plain(joint, forward, backward, *args)
-
-        return keep
+        return (forward, backward) if self._is_here() else plain(joint, forward, backward, *args)
 
     def _around_is_gpu(self, plain: Callable[..., bool]) -> Callable[..., bool]:
         """Asked while a function is traced, when its tensors still say meta."""
@@ -106,15 +88,12 @@ class GpuAnswers:
         """Without Triton and a device for it, Dynamo would trace into what launches a kernel."""
         return lambda *args, **kwargs: plain(*args, **kwargs) or (self._is_here() and triton_kernels.is_imported())
 
-    def _around_set_capturable(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def set_capturable(variable: Any, *args: Any) -> Any:
-            for group in variable.value.param_groups:
-                if "capturable" in group and all(map(dispatcher.is_emulated, group["params"])):
-                    group["capturable"] = True
-            return plain(variable, *args)
-
-        return set_capturable
+    @around
+    def _around_set_capturable(self, plain: Callable[..., Any], variable: Any, *args: Any) -> Any:
+        for group in variable.value.param_groups:
+            if "capturable" in group and all(map(dispatcher.is_emulated, group["params"])):
+                group["capturable"] = True
+        return plain(variable, *args)
 
     def _in_place_of_convolution_layout(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """The layout that cuDNN chooses. torch would ask cuDNN only for tensors that are on CUDA for C++ too."""

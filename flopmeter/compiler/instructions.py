@@ -51,7 +51,7 @@ class _ComputedValues:
         self._computed: set[object] = set()
 
     def number_of(self, expression: object) -> int:
-        """The same for the same op of the same values, which are numbers themselves."""
+        """A number that is equal for equal ops on equal values, which are such numbers too."""
         return self._numbers.setdefault(expression, len(self._numbers))
 
     def is_new(self, value: object) -> bool:
@@ -104,7 +104,7 @@ class _CountedLoop:
                 yield self._of_op(target, node)
 
     def _value(self, target: str, node: Any, where: object) -> object:
-        """The same for what computes the same. What is loaded for some elements alone is another value."""
+        """A number that is equal for ops that compute the same value. A load that is masked gives another value."""
         if target == "get_index":
             return str(self._body.indexing_exprs[node.args[0]])
         if target in self._body.subblocks:

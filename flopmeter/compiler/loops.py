@@ -16,9 +16,9 @@ def is_inner(node: Any) -> bool:
 
 
 def reads_again(node: Any, elements: int, sizes: Sizes) -> bool:
-    """Whether the loops after the reductions read a tensor again that the reductions have read: one of at least that
-    many elements, those of all rows. The gradient of a loss does not: it adds up ones and zeros, and reads the logits
-    once."""
+    """Whether the loops after the reductions read a large tensor again that the reductions have read: one with an
+    element for each element of all rows. (The gradient of a loss does not: it adds up ones and zeros, and reads the
+    logits once.)"""
     first, then = (
         {dep.name for dep in _reads(node, of_reductions=reduces) if sizes(dep.get_numel()) >= elements}
         for reduces in (True, False)

@@ -100,7 +100,7 @@ def lower(module: Any, given: Sequence[Any], options: dict[str, Any]) -> Lowered
 
 
 def _lying_as(other: Any, value: Any) -> Any:
-    """The value with the strides of the other."""
+    """The value with the strides of the other tensor."""
     if not isinstance(value, torch.Tensor) or value.stride() == other.stride():
         return value
     return value.as_strided(value.shape, other.stride(), value.storage_offset())

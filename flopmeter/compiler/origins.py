@@ -68,8 +68,8 @@ def _passes_on(target: Any) -> bool:
 
 
 def op_without_node(operation: Any) -> OpOverload | None:
-    """The op of a library call that a pattern of inductor put in place of the program's ops, such as the matmul with
-    int8 weights. None if there is no such op of aten, or if it takes lists of tensors or writes into one."""
+    """The op of a library call that one of inductor's patterns put in place of the program's ops, such as the matmul
+    with int8 weights. None if aten has no such op, or if it takes lists of tensors or writes into one."""
     found = getattr(operation, "op_overload", None)
     if found is None:
         name = (getattr(operation, "python_kernel_name", None) or "").rpartition(".")[2]
@@ -310,8 +310,8 @@ def _works_on(fx: Any, part: Any, steps: int, least: int) -> bool:
 
 
 def _row_sums(fx: Any, steps: int, is_backward: bool) -> Origin:
-    """The part of flex_attention that its template leaves to other kernels: to sum the rows of out * grad_out, or to
-    combine the parts of the keys. Both multiply and add."""
+    """The part of flex_attention that its template leaves to other kernels: the sum of the rows of out * grad_out, or
+    the combination of the parts of the keys. Both multiply and add."""
     origin = _origin_with(fx, _NodeWork(REDUCTION, ((REDUCTION, 2 * steps),)), is_backward=is_backward)
     return origin._replace(op=f"{fx.target.name()}: row sums")
 

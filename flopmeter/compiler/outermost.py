@@ -136,8 +136,7 @@ def _cell_of_step(kind: type[Optimizer]) -> CellType | None:
         function = getattr(function, "__wrapped__", None)
     if function is None or "func" not in wrapper.co_freevars:
         return None
-    cell: CellType = function.__closure__[wrapper.co_freevars.index("func")]
-    return cell
+    return function.__closure__[wrapper.co_freevars.index("func")]
 
 
 def _set_call(call: Any) -> None:

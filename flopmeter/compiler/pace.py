@@ -72,7 +72,7 @@ def around_hash(plain: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 def around_set_making(plain: Callable[..., None]) -> Callable[..., None]:
-    """Wraps the constructor of inductor's sets: a copy of one takes its hashes over."""
+    """Wraps the constructor of inductor's sets: a copy of a set keeps the hashes of its elements."""
 
     @functools.wraps(plain)
     def make(instance: Any, *iterable: Any) -> None:
@@ -161,7 +161,8 @@ def around_update(plain: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 def around_memory(plain: Callable[[Any, Any, Any], bool]) -> Callable[[Any, Any, Any], bool]:
-    """Wraps whether fusing two kernels may need more memory: not if what one of them reads stays in memory anyway."""
+    """Wraps the question whether fusing two kernels may need more memory. It does not if what one of them reads stays
+    in memory anyway."""
 
     @functools.wraps(plain)
     def increases(scheduler: Any, one: Any, other: Any) -> bool:

@@ -32,13 +32,13 @@ from flopmeter.known_values import DataDependentError
 from flopmeter.records import ELEMENTWISE, Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
 from flopmeter.torch_names import compiler as names
-from flopmeter.torch_names.operators import Overloads, aten_overloads
-from flopmeter.torch_names.own_operators import own
+from flopmeter.torch_names.operators import aten_overloads
+from flopmeter.torch_names.own_operators import own_overloads
 from flopmeter.torch_names.private import no_dispatch_modes
 from flopmeter.trace.process_groups import with_groups
 from flopmeter.trace.recorder import Recorder
 
-compiled_kernel = Overloads(own).compiled_kernel.default
+compiled_kernel = own_overloads.compiled_kernel.default
 """The op that stands for a kernel that inductor wrote; `kernel` holds a CompiledKernel."""
 
 CONVOLVED = 2  # tensors that a convolution takes before its bias
@@ -55,7 +55,8 @@ KernelCall = tuple[Call, tuple[str, ...], CompiledKernel]
 
 
 class Made(NamedTuple):
-    """The buffers of results: new ones, and those in the memory of a buffer that the step reads for the last time."""
+    """The buffers of results: new ones, and those that take the memory of a buffer that the step reads for the last
+    time."""
 
     allocated: tuple[Placed, ...]
     taken: tuple[tuple[Placed, str], ...]
@@ -358,8 +359,8 @@ class _Planner:
         return Made(tuple(each for each in placed if each.buffer not in sources), taken)
 
     def _new_buffers(self, node: Any) -> Iterator[Placed]:
-        """Buffers that the node makes; for a part of a larger buffer, that one. What only a kernel of loops itself
-        reads stays in its registers."""
+        """Buffers that the node makes; for a part of a larger buffer, the larger one. A result that only the same
+        kernel of loops reads stays in its registers."""
         if isinstance(node.node, self._ir.MultiOutput):
             return
         is_loops = all(isinstance(part, names.LOOPS_NODE.value) for part in node.get_nodes())
@@ -386,8 +387,7 @@ class _Planner:
         """The name of the op that made a result, or a result in a list of results."""
         while isinstance(part, self._ir.MultiOutput):
             part = part.inputs[0]
-        name: str = part.get_name()
-        return name
+        return part.get_name()
 
 
 def _in_full(specs: Iterable[TensorSpec]) -> tuple[Region, ...]:

@@ -19,16 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from flopmeter.device.sm_limits import SM_REGISTERS, WARP_THREADS, sm_limits
 from flopmeter.torch_names import compiler as names
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
-WARP_THREADS = 32
-REGISTERS_PER_SM = 65536  # 32-bit ones, on all since Kepler (CUDA C programming guide, technical specifications)
 
 RNG_STATE_BYTES = 16  # a seed and an offset of Philox (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp)
-
-# Most resident threads of an SM by compute capability (same table); 2048 where it is not listed.
-SM_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
 
 
 @dataclass(frozen=True)
@@ -120,8 +116,8 @@ def _answers(device: PosedDevice) -> Iterator[Replacement]:
         "major": major,
         "multi_processor_count": device.sm_count,
         "warp_size": WARP_THREADS,
-        "max_threads_per_multi_processor": SM_THREADS.get(device.compute_capability, 2048),
-        "regs_per_multiprocessor": REGISTERS_PER_SM,
+        "max_threads_per_multi_processor": sm_limits(device.compute_capability).threads,
+        "regs_per_multiprocessor": SM_REGISTERS,
     }
     create = names.DEVICE_PROPERTIES
     properties = create.owner.DeviceProperties
@@ -154,7 +150,8 @@ def _posing_tensors() -> Iterator[Replacement]:
 
 
 def _never_on_meta(new: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensors that C++ makes for a posing tensor, such as the numbers of `where(mask, 1.0, 0.0)`, are on its device."""
+    """Puts tensors that C++ makes for a posing tensor, such as the numbers of `where(mask, 1.0, 0.0)`, on the device of
+    that tensor."""
 
     def make(cls: type, mode: Any, elem: Any, device: torch.device, *args: Any, **options: Any) -> Any:
         return new(cls, mode, elem, CUDA if device == META else device, *args, **options)
@@ -204,7 +201,7 @@ def pose(graph: Any) -> None:
 
 
 def unpose(graph: Any) -> None:
-    """The devices that a graph names are meta again, so that it can run."""
+    """Makes the devices that a graph names meta again, so that it can run."""
     _rename_device(graph, CUDA, META)
     graph.recompile()
 

@@ -41,7 +41,7 @@ def fused(call: Call) -> Cost:
 
 
 def _conversions(kernel: CompiledKernel) -> int:
-    """Elements of one byte that it computes with: numbers, not truth values."""
+    """How many elements of one byte the kernel computes with, truth values left out."""
     return sum(
         region.nbytes
         for region in kernel.reads

@@ -99,7 +99,8 @@ class Replay:
         return None if step.kernel is None else self._kernel(step.kernel, step, call)
 
     def _told(self, step: PlanStep, known: Held, bodies: Mapping[Any, FlexBody]) -> Call:
-        """The step's call, with what this call of the graph knows of its work; equal knowledge gives one object."""
+        """The step's call, with what this call of the graph knows of its work. Equal knowledge gives the same
+        object."""
         assert step.call is not None
         body = bodies.get(step.depends)
         groups = None if step.depends is None else groups_in(known, step.depends, self._recorder.values)
@@ -256,7 +257,7 @@ class _Paths:
         held = list(frame.f_locals.values()) if frame else []
         for value in held:
             if isinstance(value, Optimizer):
-                self._recorder.note_optimizer(value)
+                self._recorder.roles.note_optimizer(value)
                 self._meet(value)
         module = _whose_method(frame.f_locals) if frame else None
         if module is None:

@@ -33,6 +33,7 @@ from flopmeter.compiler.replay import Owner, Replay, name_of
 from flopmeter.records import CompiledGraph, GraphBreak
 from flopmeter.records.compiled import GraphPass
 from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
 from flopmeter.trace import triton_kernels
 from flopmeter.trace.recorder import Recorder
@@ -135,23 +136,17 @@ class Session:
         if uncounted:
             yield f"uncounted inside of compiled kernels: {', '.join(sorted(uncounted))}"
 
-    def _when_first_compiling(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(compile_)
-        def install_and_compile(*args: Any, **kwargs: Any) -> Any:
-            self._install()
-            return compile_(*args, **kwargs)
+    @around
+    def _when_first_compiling(self, compile_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._install()
+        return compile_(*args, **kwargs)
 
-        return install_and_compile
-
-    def _when_first_called(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def install_and_call(*args: Any) -> Any:
-            if self._is_installed:
-                return plain(*args)
-            self._install()
-            return names.AROUND_CALL.value(*args)  # by now another one
-
-        return install_and_call
+    @around
+    def _when_first_called(self, plain: Callable[..., Any], *args: Any) -> Any:
+        if self._is_installed:
+            return plain(*args)
+        self._install()
+        return names.AROUND_CALL.value(*args)  # by now another one
 
     def _patch(self, owner: Any, attribute: str, value: Any) -> None:
         replace(self._undo, owner, attribute, value)
@@ -181,12 +176,13 @@ class Session:
         yield names.COMPILE_FX, self._in_place_of_compile_fx
         yield names.RECOMPILE_REASONS, self._around_reasons
         yield names.AROUND_CALL, self._around_call
-        yield names.END_OF_GRAPH, self._breaks.around
+        yield names.END_OF_GRAPH, self._breaks.noting
         yield names.CREATE_PROXY, constants.around_create_proxy
 
     def _keep_compiler_state(self) -> None:
-        """Functions compiled from now on are forgotten in the end; what the compiler counts is as before. Those that a
-        meter around this one compiled are forgotten now: their kernels would go to that meter alone."""
+        """Functions that are compiled from now on are forgotten when the session ends, and the counters of the compiler
+        are put back. Functions that an outer meter has compiled are forgotten now: their kernels would go to that meter
+        alone."""
         codes = {}
         for name in (names.INPUT_CODES, names.OUTPUT_CODES):
             _forget_codes(name.value)
@@ -208,40 +204,39 @@ class Session:
     def _is_here(self) -> bool:
         return self._frames.is_here
 
-    def _in_place_of_compile_fx(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def compile_fx(model: Any, inputs: Any, *args: Any, config_patches: Any = None, **options: Any) -> Any:
-            is_own = "inner_compile" in options or args  # a call of inductor's own
-            if is_own or not self._is_here:
-                return plain(model, inputs, *args, config_patches=config_patches, **options)
-            if isinstance(model, GraphModule):
-                self._has_regions |= inline_regions(model)
-            as_it_was = copied(model) if isinstance(model, GraphModule) else None
-            settings = self._settings(config_patches or {})
-            function, reason, self._reason = _function(), self._reason, None
-            start = functools.partial(CompiledGraph, function=function, recompiled_because=reason)
-            inner = functools.partial(self._compile, start=start, breaks=self._breaks.before(model))
-            graphs = len(self._compilation.graphs)
-            try:
-                # Nearly always Dynamo calls; DDP's optimizer does when its parts run, with the recorder on.
-                with (
-                    self._frames.as_torch_is(),
-                    traced_tensors_cast(False),
-                    no_dispatch_modes(),
-                    names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS),
-                ):
-                    return plain(model, inputs, inner_compile=inner, config_patches=settings, **options)
-            except names.RESTART_ANALYSIS.value:
-                self._reason = reason
+    @around
+    def _in_place_of_compile_fx(
+        self, plain: Callable[..., Any], model: Any, inputs: Any, *args: Any, config_patches: Any = None, **options: Any
+    ) -> Any:
+        is_own = "inner_compile" in options or args  # a call of inductor's own
+        if is_own or not self._is_here:
+            return plain(model, inputs, *args, config_patches=config_patches, **options)
+        if isinstance(model, GraphModule):
+            self._has_regions |= inline_regions(model)
+        as_it_was = copied(model) if isinstance(model, GraphModule) else None
+        settings = self._settings(config_patches or {})
+        function, reason, self._reason = _function(), self._reason, None
+        start = functools.partial(CompiledGraph, function=function, recompiled_because=reason)
+        inner = functools.partial(self._compile, start=start, breaks=self._breaks.before(model))
+        graphs = len(self._compilation.graphs)
+        try:
+            # Nearly always Dynamo calls; DDP's optimizer does when its parts run, with the recorder on.
+            with (
+                self._frames.as_torch_is(),
+                traced_tensors_cast(False),
+                no_dispatch_modes(),
+                names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS),
+            ):
+                return plain(model, inputs, inner_compile=inner, config_patches=settings, **options)
+        except names.RESTART_ANALYSIS.value:
+            self._reason = reason
+            raise
+        except Exception as error:
+            if as_it_was is None:
                 raise
-            except Exception as error:
-                if as_it_was is None:
-                    raise
-                del self._compilation.graphs[graphs:]
-                self._note_failure(function, error)
-                return self._eagerly(as_it_was)
-
-        return compile_fx
+            del self._compilation.graphs[graphs:]
+            self._note_failure(function, error)
+            return self._eagerly(as_it_was)
 
     def _settings(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Inductor's settings without what needs a device. Notes for the report what the program has asked for."""
@@ -286,14 +281,11 @@ class Session:
         setattr(replay, names.BOXED, True)
         return replay
 
-    def _around_reasons(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def reasons(*args: Any, **options: Any) -> Any:
-            found = plain(*args, **options)
-            self._reason = "; ".join(" ".join(str(each).split()) for each in found) or None
-            return found
-
-        return reasons
+    @around
+    def _around_reasons(self, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        found = plain(*args, **options)
+        self._reason = "; ".join(" ".join(str(each).split()) for each in found) or None
+        return found
 
     def _around_call(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """torch calls this with a setting before each compiled call, and after it with what it returned before."""
@@ -363,7 +355,7 @@ class _Entered:
 
 
 def _forget_codes(tracker: Any) -> None:
-    """Dynamo compiles these functions again when they are next called."""
+    """Makes Dynamo compile these functions again when they are next called."""
     for reference in tracker.seen:
         code = reference()
         if isinstance(code, CodeType):

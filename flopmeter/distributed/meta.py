@@ -25,6 +25,7 @@ from flopmeter.distributed import objects, programs, symmetric_memory, sync_batc
 from flopmeter.distributed.values import with_values
 from flopmeter.known_values import messages
 from flopmeter.torch_names import distributed as private
+from flopmeter.torch_names.around import around
 from flopmeter.trace import streams
 
 
@@ -146,12 +147,9 @@ _KERNELS: dict[str, Any] = {
 }
 
 
-def _on_meta(make: Any) -> Any:
-    @functools.wraps(make)
-    def made(mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        make(mesh, "meta" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return made
+@around
+def _on_meta(make: Any, mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+    make(mesh, "meta" if device_type == "cuda" else device_type, *args, **kwargs)
 
 
 def _asked_once(plain: Any) -> Any:
@@ -175,41 +173,31 @@ def _joined_once() -> Any:
     return staticmethod(lambda meshes: joined(*meshes))
 
 
-def _heard_wait(wait: Any) -> Any:
-    @functools.wraps(wait)
-    def heard(work: Any, *args: Any, **kwargs: Any) -> Any:
-        for listener in streams.listeners:
-            listener.on_wait_for_work(work, streams.current())
-        messages.waited_for(work)
-        return wait(work, *args, **kwargs)
-
-    return heard
+@around
+def _heard_wait(wait: Any, work: Any, *args: Any, **kwargs: Any) -> Any:
+    for listener in streams.listeners:
+        listener.on_wait_for_work(work, streams.current())
+    messages.waited_for(work)
+    return wait(work, *args, **kwargs)
 
 
 _check_batch = getattr(distributed_c10d, private.CHECK_BATCH)
 
 
-def _heard_batch(check: Any) -> Any:
+@around
+def _heard_batch(check: Any, messages: list[Any]) -> None:
     """`batch_isend_irecv` begins with this check. NCCL runs the messages of a batch as one kernel."""
-
-    @functools.wraps(check)
-    def heard(messages: list[Any]) -> None:
-        check(messages)
-        if torch.distributed.get_rank(messages[0].group) >= 0:
-            for listener in streams.listeners:
-                listener.on_batch(len(messages))
-
-    return heard
-
-
-def _heard_resize(resize: Any) -> Any:
-    @functools.wraps(resize)
-    def heard(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    check(messages)
+    if torch.distributed.get_rank(messages[0].group) >= 0:
         for listener in streams.listeners:
-            listener.on_resize(storage, nbytes)
-        return resize(storage, nbytes)
+            listener.on_batch(len(messages))
 
-    return heard
+
+@around
+def _heard_resize(resize: Any, storage: torch.UntypedStorage, nbytes: int) -> Any:
+    for listener in streams.listeners:
+        listener.on_resize(storage, nbytes)
+    return resize(storage, nbytes)
 
 
 def _skip(*args: Any) -> None:

@@ -18,6 +18,7 @@ from flopmeter.distributed.errors import WorldError
 from flopmeter.known_values import messages
 from flopmeter.known_values.collectives import EQUAL_RANKS
 from flopmeter.known_values.entry_points import note_assumption
+from flopmeter.torch_names.around import around
 
 
 def lone_store() -> Any:
@@ -36,20 +37,15 @@ def _in_group(
     """Around a function of torch's that sends objects through a group: on the group's ranks `answer` is asked instead,
     with torch's own call, its arguments by name and the global ranks of the group."""
 
-    def around(plain: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(plain)
+    @around
+    def asked(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(plain).bind(*args, **kwargs).arguments
+        if dist.get_rank(given.get("group")) < 0:
+            return plain(*args, **kwargs)
+        ranks = tuple(dist.get_process_group_ranks(given.get("group")))
+        return answer(functools.partial(plain, *args, **kwargs), given, ranks)
 
-        @functools.wraps(plain)
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            if dist.get_rank(given.get("group")) < 0:
-                return plain(*args, **kwargs)
-            ranks = tuple(dist.get_process_group_ranks(given.get("group")))
-            return answer(functools.partial(plain, *args, **kwargs), given, ranks)
-
-        return asked
-
-    return around
+    return asked
 
 
 @_in_group

@@ -8,7 +8,6 @@ Each patch says what the original does there. A feature that cannot run ends in 
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flopmeter.distributed import sync_batch_norm
 from flopmeter.distributed.errors import WorldError
 from flopmeter.torch_names import distributed as private
+from flopmeter.torch_names.around import around
 
 NCCL_VERSION = (2, 27, 0)  # what programs are told; nothing that is counted depends on it
 _OFFLOADED = (
@@ -120,16 +120,12 @@ class _StatelessGenerator:
         return nullcontext()
 
 
-def _without_offload(init: Any) -> Any:
-    signature = inspect.signature(init)
-
-    @functools.wraps(init)
-    def made(*args: Any, **kwargs: Any) -> None:
-        if getattr(signature.bind(*args, **kwargs).arguments.get("cpu_offload"), "offload_params", False):
-            raise WorldError(_OFFLOADED.format("cpu_offload"))
-        init(*args, **kwargs)
-
-    return made
+@around
+def _without_offload(init: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(init).bind(*args, **kwargs).arguments
+    if getattr(given.get("cpu_offload"), "offload_params", False):
+        raise WorldError(_OFFLOADED.format("cpu_offload"))
+    init(*args, **kwargs)
 
 
 def _move(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor], device: torch.device) -> None:
@@ -155,37 +151,31 @@ def _refusal(why: str) -> Callable[..., None]:
     return refuse
 
 
-def _ids_on_meta(init: Any) -> Any:
+@around
+def _ids_on_meta(
+    init: Any, self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, **kwargs: Any
+) -> None:
     """By these ids DDP brings a batch from the host to the GPU, where tensors have a GPU's name."""
-
-    @functools.wraps(init)
-    def made(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
-        init(self, module, **kwargs)
-        if self.device_type == "cuda" and device_ids:
-            self.device_ids = [private.index_of_device(device_ids[0], True)]
-
-    return made
+    init(self, module, **kwargs)
+    if self.device_type == "cuda" and device_ids:
+        self.device_ids = [private.index_of_device(device_ids[0], True)]
 
 
-def _of_any_backend(new_group: Any) -> Any:
-    @functools.wraps(new_group)
-    def made(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        group = new_group(ranks, timeout, None, *args, **kwargs)
-        ask_backend(group, backend or _asked_backends.get(dist.group.WORLD))
-        return group
+@around
+def _of_any_backend(
+    new_group: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    group = new_group(ranks, timeout, None, *args, **kwargs)
+    ask_backend(group, backend or _asked_backends.get(dist.group.WORLD))
+    return group
 
-    return made
 
-
-def _already_open(init: Any) -> Any:
-    @functools.wraps(init)
-    def opened(*args: Any, world_size: int = -1, rank: int = -1, **kwargs: Any) -> None:
-        if not dist.is_initialized():  # the program has ended it
-            init(*args, world_size=world_size, rank=rank, **kwargs)
-        elif world_size not in (-1, dist.get_world_size()) or rank not in (-1, dist.get_rank()):
-            raise WorldError(
-                f"init_process_group asks for rank {rank} of {world_size}, but the world that is open is rank "
-                f"{dist.get_rank()} of {dist.get_world_size()}: ask for the same, or for none"
-            )
-
-    return opened
+@around
+def _already_open(init: Any, *args: Any, world_size: int = -1, rank: int = -1, **kwargs: Any) -> None:
+    if not dist.is_initialized():  # the program has ended it
+        init(*args, world_size=world_size, rank=rank, **kwargs)
+    elif world_size not in (-1, dist.get_world_size()) or rank not in (-1, dist.get_rank()):
+        raise WorldError(
+            f"init_process_group asks for rank {rank} of {world_size}, but the world that is open is rank "
+            f"{dist.get_rank()} of {dist.get_world_size()}: ask for the same, or for none"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,19 +11,16 @@ from torch.utils._pytree import tree_leaves
 
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.entry_points import open_ones
+from flopmeter.torch_names.around import around
 
 
-def with_values(run: Any) -> Any:
+@around
+def with_values(run: Any, *args: Any) -> Any:
     """The function, which knows values also without a meter."""
-
-    @functools.wraps(run)
-    def running(*args: Any) -> Any:
-        if open_ones():  # a meter knows values itself
-            return run(*args)
-        with KnownValues() as known, _Knowing(known):
-            return run(*args)
-
-    return running
+    if open_ones():  # a meter knows values itself
+        return run(*args)
+    with KnownValues() as known, _Knowing(known):
+        return run(*args)
 
 
 class _Knowing(TorchDispatchMode):

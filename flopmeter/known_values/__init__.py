@@ -96,7 +96,7 @@ class KnownValues(Knowledge):
         return self.assume.stands_in and any(map(is_count, tensors_in(result)))
 
     def keep_stand_ins(self, result: Any) -> None:
-        """Unknown integers among an op's results have stand-ins from here on."""
+        """From here on the unknown integers among an op's results have stand-ins."""
         stand_ins.keep(self, result)
 
     def _meet(self, module: nn.Module, _inputs: Any) -> None:

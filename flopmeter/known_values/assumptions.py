@@ -86,7 +86,7 @@ def guess_of_length(uses: Iterable[Assumption]) -> str:
 
 
 class EndlessLoopError(RuntimeError):
-    """A loop waits for a value that nobody knows here, so that it would never end."""
+    """A loop waits for a value that is not known here, so it would never end."""
 
 
 # What to do where the program itself computed the values, by the name of the op that asks.
@@ -154,7 +154,7 @@ class Assumptions:
         return self.noter(rule, func)()
 
     def taking_back(self, use: Assumption) -> Callable[[], None]:
-        """A function that counts this use, the last of its kind, no more."""
+        """A function that takes back the latest use of this rule."""
         when, now = self._uses[use.rule, use.op, use.where], self._now()
         return lambda: when.remove(now)
 
@@ -170,8 +170,8 @@ class Assumptions:
         return counted
 
     def uses_in(self, ops: range | None) -> Iterator[Assumption]:
-        """The assumptions used while these ops ran, in the order of first use; None: all. What a program asks during
-        set-up decides nothing about a step."""
+        """The assumptions used while these ops ran (None: all ops), in the order of first use. What a program asks
+        during set-up decides nothing about a step."""
         for use, when in self._uses.items():
             if count := len(when) if ops is None else sum(ops.start <= now <= ops.stop for now in when):
                 yield Assumption(*use, count)

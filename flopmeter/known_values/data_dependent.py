@@ -88,8 +88,9 @@ def index(known: Knowledge, call: Invocation) -> Any:
 
 
 def index_put(known: Knowledge, call: Invocation) -> Any:
-    """If several elements that differ are written to the same position, torch does not say which one stays: the result
-    is unknown. A mask that is written into another one is a mask from there on, so that both pick as many."""
+    """If several different elements are written to the same position, torch does not say which one stays, so the result
+    is unknown. A mask that is written into another tensor makes that a mask too, so that both pick the same number of
+    elements."""
     target, indices, values = call.args[:3]
     if values.is_meta and values.dim():
         _assume_mask(known, call, values)
@@ -125,7 +126,7 @@ def scatter(known: Knowledge, call: Invocation) -> Any:
 
 
 def index_copy(known: Knowledge, call: Invocation) -> Any:
-    """As index_put."""
+    """Handled as index_put is."""
     if known.knows_all(call.tensors):
         dim, index, source = call.argument(1, "dim"), call.argument(2, "index"), call.argument(3, "source")
         with no_modes():
@@ -136,7 +137,7 @@ def index_copy(known: Knowledge, call: Invocation) -> Any:
 
 
 def _is_open(places: Tensor, rows: Tensor) -> bool:
-    """Whether rows that differ are written to one of these places."""
+    """Whether different rows are written to one of these places."""
     in_order, order = places.sort()
     differ = rows[order].diff(dim=0) != 0
     return bool(differ[in_order.diff() == 0].any())
@@ -164,7 +165,7 @@ def _positions(known: Knowledge, mask: Tensor) -> list[Tensor]:
 
 
 def suppressed(known: Knowledge, call: Invocation) -> Any:
-    """torchvision's nms, which gives the places of boxes to keep: mask_fraction of all, evenly spread."""
+    """torchvision's nms, which returns the places of the boxes to keep: mask_fraction of all boxes, evenly spread."""
     boxes = call.args[0]
     if not boxes.is_meta:
         return call.run()
@@ -201,9 +202,9 @@ def _count_below(known: Knowledge, call: Invocation) -> Tensor:
 
 
 def _assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:
-    """mask_fraction: of an unknown mask, round(fraction * n) elements are true, evenly spread. Where the mask is a part
-    of a larger one, all of that one is assumed so. Nothing is assumed where the part skips elements, since those may be
-    the true ones."""
+    """mask_fraction: round(fraction * n) elements of an unknown mask are true, evenly spread. If the mask is a part of
+    a larger one, the whole is assumed. A part that skips elements gets no assumption, since the elements that it skips
+    may be the true ones."""
     fraction = known.assume.mask_fraction
     is_mask = mask.dtype in (torch.bool, torch.uint8) and mask.is_contiguous()
     if fraction is None or not is_mask or known.values.knows(mask):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flopmeter.known_values.replay import Knowledge
 from flopmeter.known_values.values import is_weight, no_modes
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.operators import aten_overloads as aten
 from flopmeter.torch_names.private import device_constructors, get_unwrapped, is_wrapped, peek_interpreter_stack
 from flopmeter.torch_names.shared_patch import SharedPatch
@@ -99,7 +100,7 @@ def _install() -> ExitStack:
             (Tensor, "new_tensor", "data"),
         ):
             _originals.append((owner, name, getattr(owner, name)))
-            patched = _constructor(getattr(owner, name), data, int(owner is Tensor))
+            patched = _constructor(data, int(owner is Tensor), getattr(owner, name))
             undo.enter_context(mock.patch.object(owner, name, patched))
         for name, wrap in (("__format__", _formatting), ("numpy", _to_numpy)):
             _originals.append((Tensor, name, getattr(Tensor, name)))
@@ -134,30 +135,28 @@ def _knower(tensor: Any) -> Knowledge | None:
     return _open.stack[-1] if _open.stack and isinstance(tensor, Tensor) and tensor.is_meta else None
 
 
-def _constructor(original: Callable[..., Tensor], name: str, position: int) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def construct(*args: Any, **kwargs: Any) -> Tensor:
-        data = args[position] if position < len(args) else kwargs.get(name)
-        if isinstance(data, (list, tuple)) and _open.stack and _open.stack[-1].assume.stands_in:
-            if position < len(args):
-                args = (*args[:position], _read(data), *args[position + 1 :])
-            else:
-                kwargs = {**kwargs, name: _read(data)}
-        try:
-            result = original(*args, **kwargs)
-        except RuntimeError:
-            if not _open.stack or peek_interpreter_stack() is None:
-                raise
-            # Under torch.func.grad torch cannot build constants on meta, but it can on the CPU.
-            return original(*args, **{**kwargs, "device": "cpu"}).to("meta")
-        if (known := _knower(result)) is not None and not isinstance(data, Tensor):
-            tensor = _bare(result)
-            known.on_new(tensor)
-            if not known.values.knows(tensor) and not is_weight(tensor):
-                _remember(known, tensor, data)
-        return result
-
-    return construct
+@around
+def _constructor(name: str, position: int, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """`name` and `position` of the argument that holds the values."""
+    data = args[position] if position < len(args) else kwargs.get(name)
+    if isinstance(data, (list, tuple)) and _open.stack and _open.stack[-1].assume.stands_in:
+        if position < len(args):
+            args = (*args[:position], _read(data), *args[position + 1 :])
+        else:
+            kwargs = {**kwargs, name: _read(data)}
+    try:
+        result = original(*args, **kwargs)
+    except RuntimeError:
+        if not _open.stack or peek_interpreter_stack() is None:
+            raise
+        # Under torch.func.grad torch cannot build constants on meta, but it can on the CPU.
+        return original(*args, **{**kwargs, "device": "cpu"}).to("meta")
+    if (known := _knower(result)) is not None and not isinstance(data, Tensor):
+        tensor = _bare(result)
+        known.on_new(tensor)
+        if not known.values.knows(tensor) and not is_weight(tensor):
+            _remember(known, tensor, data)
+    return result
 
 
 def _read(data: Any) -> Any:
@@ -203,23 +202,17 @@ def _numbers(known: Knowledge, data: Any) -> Any:
     return data
 
 
-def _formatting(original: Callable[..., str]) -> Callable[..., str]:
-    @functools.wraps(original)
-    def format_known(tensor: Tensor, spec: str) -> str:
-        known = _knower(tensor)
-        if known is not None and not tensor.dim() and (known.assume.stands_in or known.values.knows(tensor)):
-            return format(tensor.item(), spec)
-        return original(tensor, spec)
-
-    return format_known
+@around
+def _formatting(original: Callable[..., str], tensor: Tensor, spec: str) -> str:
+    known = _knower(tensor)
+    if known is not None and not tensor.dim() and (known.assume.stands_in or known.values.knows(tensor)):
+        return format(tensor.item(), spec)
+    return original(tensor, spec)
 
 
-def _to_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def numpy(tensor: Tensor, **kwargs: Any) -> Any:
-        if (known := _knower(tensor)) is not None and known.values.knows(tensor):
-            with no_modes():
-                return original(known.values.read(tensor).clone(), **kwargs)
-        return original(tensor, **kwargs)
-
-    return numpy
+@around
+def _to_numpy(original: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> Any:
+    if (known := _knower(tensor)) is not None and known.values.knows(tensor):
+        with no_modes():
+            return original(known.values.read(tensor).clone(), **kwargs)
+    return original(tensor, **kwargs)

@@ -32,7 +32,7 @@ def index_lists() -> list[list[int]]:
 
 
 def _expression(code: CodeType, instruction: int) -> ast.expr | None:
-    """The expression that an instruction (a byte offset; two bytes each) evaluates."""
+    """The expression that an instruction evaluates. (The instruction is given as a byte offset; each has two bytes.)"""
     line, end_line, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
     if line is None or end_line is None or start is None or end is None:
         return None

@@ -109,8 +109,8 @@ class Knowledge:
         return result
 
     def _ready_to_write(self, written: list[Tensor], fills: bool) -> None:
-        """What is kept as one number for a whole tensor is kept element by element, or forgotten, unless all of it
-        gets another number. (The many states of an optimizer that are written at once would take memory.)"""
+        """Prepares a tensor whose value is kept as one number for a write to a part of it: the number becomes one for
+        each element, or is forgotten. (The many states of an optimizer that are written at once would take memory.)"""
         for tensor in filter(self.values.is_uniform, written):
             if fills and spans_storage(tensor):
                 continue
@@ -120,8 +120,8 @@ class Knowledge:
                 self.values.forget(tensor)
 
     def _counts(self, call: Invocation, outputs: list[Tensor]) -> bool:
-        """Whether the call computes integers from integers whose stand-ins it can take: one more than an unknown count
-        is one more than what stands in for it."""
+        """Whether the call computes integers from integers that have stand-ins. Then it can compute with these: one
+        more than an unknown count is one more than its stand-in."""
         return (
             self.assume.stands_in
             and all(
@@ -132,7 +132,7 @@ class Knowledge:
         )
 
     def run_unknown(self, call: Invocation) -> Any:
-        """Run the op on meta; what it writes to is unknown afterwards, as its result is."""
+        """Run the op on meta. Its result, and what it writes to, are unknown afterwards."""
         self.forget(call.written())
         return call.run()
 
@@ -142,7 +142,7 @@ class Knowledge:
             return call.func(*self.real(call.args), **self.real(call.kwargs))
 
     def rewritten(self, call: Invocation, func: Any, args: tuple[Any, ...]) -> Invocation:
-        """Another call, which runs in place of the given one and is recorded instead of it."""
+        """A call that runs in place of the given one and is recorded instead of it."""
         self.ran = ((func, args, call.kwargs),)
         return call._replace(func=func, args=args, tensors=list(tensors_in(args)), kernel=None)
 

@@ -81,8 +81,8 @@ def factory(known: Knowledge, call: Invocation) -> Any:
 
 
 def drawn(known: Knowledge, call: Invocation) -> Any:
-    """A permutation depends on no data, so any is as good as a GPU's. It is drawn apart from the program's own random
-    numbers on the CPU, whose sequence does not change."""
+    """A permutation, which depends on no data, so any is as good as a GPU's. It is drawn apart from the program's own
+    random numbers on the CPU, whose sequence stays the same."""
     result = call.run()
     if result.is_meta and known.is_small(result):
         with no_modes():
@@ -139,7 +139,7 @@ def _sparse_on_meta(source: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _brings_values(source: Tensor) -> bool:
-    """Whether a copy to meta keeps the value: not of weights, nor of sparse tensors (they have no storage)."""
+    """Whether a copy to meta keeps the value: not of weights, and not of sparse tensors, which have no storage."""
     return bool(address(source)) and not is_weight(source)
 
 
@@ -186,9 +186,9 @@ def _start_blank(known: Knowledge, tensor: Tensor) -> None:
 
 
 def filled(known: Knowledge, call: Invocation) -> Any:
-    """zeros_like, new_full, ...: constants; of the tensor argument only the shape matters. Floats become masks (zeros
-    like the scores, ones where an expert was picked). Of those in a backward pass, but for what it computes again, and
-    of states like a weight no program asks for the value."""
+    """zeros_like, new_full, ...: constants, which depend only on the tensor argument's shape. Floats become masks
+    (zeros like the scores, ones where an expert was picked). Values of the backward pass, except in what it recomputes,
+    and of states shaped like a weight are not kept, since no program asks for them."""
     result = call.run()
     if not result.is_meta or result.layout is not torch.strided:
         return result

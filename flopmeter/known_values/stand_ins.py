@@ -62,11 +62,9 @@ def of_number(known: Knowledge, number: Tensor, func: Any) -> float | int | bool
 
 
 def on_host(known: Knowledge, call: Invocation) -> Tensor:
-    """A copy of an unknown tensor on the host: of the same shape, full of stand-ins.
-
-    A module that moves there takes what it holds along, and nobody reads that. Large weights are left unwritten: a
-    model that is offloaded takes no memory of this machine.
-    """
+    """A copy of an unknown tensor on the host, of the same shape and full of stand-ins. Tensors that a module takes
+    along when it moves there are not read, so no assumption is noted. Large weights stay unwritten: an offloaded model
+    takes no memory of this machine."""
     (source, *_), dtype = call.args, call.kwargs.get("dtype")
     with no_modes():
         target = torch.empty_like(source, dtype=dtype or source.dtype, device="cpu")
@@ -101,14 +99,16 @@ def _sent(known: Knowledge, source: Tensor, target: Tensor, func: Any) -> Tensor
 
 
 def _remember(known: Knowledge, target: Tensor, take_back: Callable[[], None] | None) -> None:
-    """By storage: a weight that is offloaded is another tensor of it (`weight.data = ...`) when it comes back."""
+    """Remembers the weight by its storage: an offloaded weight comes back as another tensor of that storage
+    (`weight.data = ...`)."""
     if target.layout is torch.strided:
         known.sent_unknown[target.untyped_storage()] = take_back
 
 
 def comes_back(known: Knowledge, source: Tensor) -> bool:
-    """Whether a tensor that is copied to the device holds stand-ins of an unknown one, as activations do that wait on
-    the host for the backward pass: the copy is unknown too, and that nobody reads them is no assumption."""
+    """Whether a tensor that is copied to the device holds stand-ins for an unknown one, as activations do that wait on
+    the host for the backward pass. Then the copy is unknown again, and nobody has read the stand-ins: that is no
+    assumption."""
     if source.layout is not torch.strided or (storage := source.untyped_storage()) not in known.sent_unknown:
         return False
     take_back = known.sent_unknown[storage]
@@ -121,11 +121,8 @@ def comes_back(known: Knowledge, source: Tensor) -> bool:
 def _noted(
     known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDITION
 ) -> tuple[float | int | bool, Assumption]:
-    """The stand-in for one number of the type; its use is noted. `compared`: for a condition, the answer unless the
-    program fails with it.
-
-    Raises EndlessLoopError where one line asks for ever.
-    """
+    """The stand-in for one number of the type; its use is noted. `compared`: for a condition, the answer, unless the
+    program would fail with it. Raises EndlessLoopError if one line asks again and again."""
     value: float | int | bool
     if dtype is torch.bool:
         rule, value = _of_condition(compared)

@@ -92,7 +92,7 @@ def compiled_region(ops: Iterable[Op], widened: Widened = "as marked") -> Compil
 
 
 def _marked(widened: Widened) -> CompiledRegion:
-    """By the regions that the program marks."""
+    """Grouped by the regions that the program marks."""
     if widened == "the rest too":
         return lambda op: whole_program(op) if op.region is None else op.region
     return lambda op: op.region

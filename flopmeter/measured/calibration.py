@@ -211,7 +211,8 @@ def _copy(timer: _Timer) -> Figure:
 
 
 def _cache_copy(timer: _Timer) -> Figure:
-    """The same for two buffers that together fill half of the last-level cache."""
+    """Bytes read and written per second by a copy between two buffers that together fill half of the last-level
+    cache."""
     return _copied(timer, last_cache_bytes("cpu") // 4)
 
 

@@ -253,11 +253,11 @@ class _Pricer:
         if self._assumed_dtype:
             names = ", ".join(sorted(self._assumed_dtype))
             dtype = str(self._dtype_in_lists).removeprefix("torch.")
-            yield f"assumed: the tensors in the lists of {names} are {dtype}; a trace tells no types there"
+            yield f"assumed: the tensors in the lists of {names} are {dtype}; a trace does not tell their types"
         if any(key[1] is not None and key[1].strides is None for key, _ in self._predictions()):
-            yield "assumed: tensors are contiguous; the trace, of an old profiler, tells no strides"
+            yield "assumed: tensors are contiguous; this trace, from an old profiler, has no strides"
         if any(key[1] is not None and key[1].concrete is None for key, _ in self._predictions()):
-            yield "assumed: numbers and lists of them are the defaults, a dimension the last; the same trace tells none"
+            yield "assumed: numbers, and lists of them, are the defaults, a dimension the last: the trace has none"
         if _sharers(self.device, self.profile.ranks) > 1:
             yield "assumed: ranks copy from the host at the same time, over a link that their devices share"
         if any(as_found_by(key[-1], self.device) is not self.device for key, _ in self._predictions()):

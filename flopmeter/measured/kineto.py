@@ -280,7 +280,7 @@ def _crowded(on_device: Sequence[Mapping[str, Any]]) -> set[int]:
 
 
 def _running(ops: list[_Recorded], calls: Mapping[int | None, dict[str, Any]]) -> dict[int | None, OpEvent]:
-    """For each call of the driver, by correlation: the innermost op that ran in its thread at that time."""
+    """The innermost op that ran in the thread when the driver was called, by the correlation of the call."""
     starts: list[tuple[int, int, Any, Any]]
     starts = [(op.span.start, -op.span.end, thread, op) for thread, _, op in ops]
     starts += [(_span(call).start, 0, _thread(call), correlation) for correlation, call in calls.items()]

@@ -34,10 +34,11 @@ from flopmeter.timing.peak_memory import CATEGORIES, Category, usable_bytes_if_k
 
 
 class Look(NamedTuple):
+    """`marker` is matplotlib's letter: ^v<> triangles, s square, o circle, D diamond, P plus, X cross, p pentagon,
+    * star."""
+
     colour: str
-    marker: (
-        str  # matplotlib's letter: ^v<> triangles, s square, o circle, D diamond, P plus, X cross, p pentagon, * star
-    )
+    marker: str
 
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; markers as in the paper's table where it has any.

@@ -266,7 +266,7 @@ class Report:
 
     @property
     def visible_mfu(self) -> float:
-        """The same without what masks hide of attention, however `causal` counts it."""
+        """MFU without the part of attention that masks hide, however `causal` counts it."""
         costs = (kernel.cost for kernel in self.kernels if kernel.op.phase != "recompute" and self.causal == "full")
         hidden = sum(cost.masked_flops - cost.masked_recomputed_flops for cost in costs)
         return self._share_of_peak(self.model_flops - hidden)
@@ -382,7 +382,7 @@ class Report:
         return cost.flops - (cost.masked_flops if self.causal == "exact" else 0)
 
     def counted_model_flops(self, kernel: Kernel) -> int:
-        """The same without recomputation."""
+        """The kernel's FLOPs without recomputation."""
         if kernel.op.phase == "recompute":
             return 0
         cost = kernel.cost

@@ -64,7 +64,7 @@ class Shown(ABC):
     def _document(self) -> Document: ...
 
     def with_note(self: AnyShown, note: str) -> AnyShown:
-        """The same with one more line under the tables; an empty note adds none."""
+        """A copy with one more line under the tables; an empty note adds none."""
         known: Any = self
         return replace(known, notes=(*known.notes, note)) if note else self
 

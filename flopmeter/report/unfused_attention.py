@@ -143,7 +143,8 @@ _AT_ONCE = 2  # repairs
 
 
 def unfused_calls(emulation: Emulation | None, target: CudaTarget) -> tuple[Unfused, ...]:
-    """Of the geometries that run op by op, those that a fused kernel of the target takes after a repair or two."""
+    """The attention geometries that run op by op but that a fused kernel of the target would take after one or two
+    repairs."""
     calls = emulation.unfused_attention if emulation else []
     return tuple(found for call in calls if (found := _unfused(call, target)) is not None)
 
@@ -181,8 +182,8 @@ def _found(call: SdpaCall, repairs: tuple[_Repair, ...], changed: SdpaCall, back
 
 
 def unfused_notes(emulation: Emulation) -> list[str]:
-    """For each geometry of attention that the device runs without a fused kernel: by what factor it moves
-    more bytes than q, k, v and the output, which is what a fused kernel moves."""
+    """A note for each attention geometry without a fused kernel on this device: how many times the bytes of a fused
+    kernel (q, k, v and the output) it moves."""
     return [_note(call, emulation) for call in emulation.unfused_attention]
 
 

@@ -65,7 +65,7 @@ def _of_first_step(report: Report) -> str:
 
 
 def in_lines(shown: WhereToWin | None) -> list[str]:
-    """The same as lines of text; no line for None."""
+    """The answer of where_to_win as lines of text; no lines for None."""
     if shown is None:
         return []
     lines = [shown.heading]

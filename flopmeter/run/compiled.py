@@ -9,7 +9,6 @@ FlopMeter. What the program asks a traced tensor is answered cuda; where it pass
 
 from __future__ import annotations
 
-import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from flopmeter.run.device import NamedCuda
 from flopmeter.run.named_types import META
 from flopmeter.run.patches import Patch, applied, hidden
 from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.dispatcher import switched_on
 from flopmeter.torch_names.operators import aten_overloads
 from flopmeter.torch_names.private import PIN_BATCHES, PROFILING_SWITCHES, SET_TRACING_STATE, TRACING_STATE, pin_batch
@@ -63,30 +63,30 @@ def _traced_again() -> AbstractContextManager[None]:
 
 def jit(named: NamedCuda, note: Callable[[str], None], aside: Callable[..., Callable[..., Any]]) -> Iterator[Patch]:
     """What TorchScript makes of a model on the GPU. TensorBoard asks for a trace, too."""
-    trace = aside(torch.jit.trace)
-
-    @functools.wraps(trace)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        with _Untraced():  # type: ignore[no-untyped-call]
-            return trace(*args, **{**kwargs, "check_trace": False})  # what has no memory has no values to compare
-
-    load: Any = torch.jit.load
-
-    @functools.wraps(load)
-    def loaded(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if named.real(map_location) is not META:
-            return load(file, map_location, *args, **kwargs)
-        with no_modes():  # torch reads the file's values through what is loaded
-            module = load(file, "cpu", *args, **kwargs)
-        return module.to(map_location)
-
     for switch in PROFILING_SWITCHES:
         if switch.present():
             yield Patch(switch.owner, switch.attribute, _kept_on(switch.value, note), "its fuser knows no meta tensors")
-    yield Patch(torch.jit, "load", loaded, "takes the device named cuda")
-    yield Patch(torch.jit, "trace", traced, "it traces what has no memory")
+    yield Patch(torch.jit, "load", _loaded(named, torch.jit.load), "takes the device named cuda")
+    yield Patch(torch.jit, "trace", _traced(aside(torch.jit.trace)), "it traces what has no memory")
     for name in ("freeze", "optimize_for_inference"):
-        yield Patch(torch.jit, name, _unfrozen(getattr(torch.jit, name), note), "it computes with the weights")
+        yield Patch(torch.jit, name, _unfrozen(note, getattr(torch.jit, name)), "it computes with the weights")
+
+
+@around
+def _traced(trace: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _Untraced():  # type: ignore[no-untyped-call]
+        return trace(*args, **{**kwargs, "check_trace": False})  # what has no memory has no values to compare
+
+
+@around
+def _loaded(
+    named: NamedCuda, load: Callable[..., Any], file: Any, map_location: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if named.real(map_location) is not META:
+        return load(file, map_location, *args, **kwargs)
+    with no_modes():  # torch reads the file's values through what is loaded
+        module = load(file, "cpu", *args, **kwargs)
+    return module.to(map_location)
 
 
 def _kept_on(switch: Callable[[bool], bool], note: Callable[[str], None]) -> Callable[[bool], bool]:
@@ -100,15 +100,12 @@ def _kept_on(switch: Callable[[bool], bool], note: Callable[[str], None]) -> Cal
     return switched
 
 
-def _unfrozen(own: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def prepared(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(tensor.is_meta for tensor in module.state_dict().values()):
-            return own(module, *args, **kwargs)
-        note(f"torch.jit.{own.__name__} leaves the model as it is: a batch norm is not folded into its convolution")
-        return module
-
-    return prepared
+@around
+def _unfrozen(note: Callable[[str], None], own: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    if not any(tensor.is_meta for tensor in module.state_dict().values()):
+        return own(module, *args, **kwargs)
+    note(f"torch.jit.{own.__name__} leaves the model as it is: a batch norm is not folded into its convolution")
+    return module
 
 
 class Tracing:
@@ -138,12 +135,13 @@ class Tracing:
     def pinning(self) -> Patch:
         """The threads of data loaders that pin batches wait while the compiler traces."""
 
-        @functools.wraps(pin_batch)
-        def pin_memory(*args: Any, **kwargs: Any) -> Any:
-            with self._traces:
-                return pin_batch(*args, **kwargs)
+        waiting = self._not_while_tracing(pin_batch)
+        return Patch(importlib.import_module(PIN_BATCHES), "pin_memory", waiting, "they run beside the program")
 
-        return Patch(importlib.import_module(PIN_BATCHES), "pin_memory", pin_memory, "they run beside the program")
+    @around
+    def _not_while_tracing(self, pin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._traces:
+            return pin(*args, **kwargs)
 
     def tables(self, answers: list[Patch]) -> list[Patch]:
         """Compilers make their tables, and script, with torch as it is, without the `answers` of torch.cuda."""
@@ -173,22 +171,26 @@ class Tracing:
     def _is_meta(self, traced: Any) -> Any:
         return names.TRACED_CONSTANT.value(traced.device == META)
 
-    def _telling(self, plain: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        @functools.wraps(plain)
-        def facts(value: torch.Tensor) -> dict[str, Any]:
-            told = plain(value)
-            return {**told, "device": self._named.name} if told["device"] == META else told
+    @around
+    def _telling(self, plain: Callable[..., dict[str, Any]], value: torch.Tensor) -> dict[str, Any]:
+        told = plain(value)
+        return {**told, "device": self._named.name} if told["device"] == META else told
 
-        return facts
-
-    def _taking(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def create_proxy(tracer: Any, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
-            if kind in ("call_function", "call_method"):
-                target, args, kwargs = self._on_meta(kind, target, args, kwargs)
-            return plain(tracer, kind, target, args, kwargs, *rest, **more)
-
-        return create_proxy
+    @around
+    def _taking(
+        self,
+        plain: Callable[..., Any],
+        tracer: Any,
+        kind: str,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        if kind in ("call_function", "call_method"):
+            target, args, kwargs = self._on_meta(kind, target, args, kwargs)
+        return plain(tracer, kind, target, args, kwargs, *rest, **more)
 
     def _on_meta(self, kind: str, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """The argument with meta for cuda. Devices are nearly always objects; names and numbers count only where the

@@ -8,7 +8,6 @@ Each answer is one entry of `CudaModule.answers`; the rest of torch.cuda says by
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections import OrderedDict
@@ -20,6 +19,7 @@ import torch
 
 from flopmeter.as_cuda import CudaTarget
 from flopmeter.device.hardware import Hardware
+from flopmeter.device.sm_limits import BLOCK_THREADS, KB, SM_REGISTERS, WARP_THREADS, sm_limits
 from flopmeter.run import cuda_submodules, streams
 from flopmeter.run.cuda_submodules import absent, left_out
 from flopmeter.run.device import NamedCuda
@@ -27,19 +27,9 @@ from flopmeter.run.device_memory import DeviceMemory
 from flopmeter.run.graph_pools import graph_pool_handle
 from flopmeter.run.named_types import LegacyType
 from flopmeter.run.patches import Patch
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import INDUCTOR
 from flopmeter.trace.streams import host_waits
-
-# Threads and kB of shared memory of an SM, and kB that one block may ask for, by compute capability. Source: CUDA C++
-# Programming Guide, "Technical Specifications per Compute Capability".
-_PER_SM: Mapping[tuple[int, int], tuple[int, int, int]] = {
-    (6, 0): (2048, 64, 48), (6, 1): (2048, 96, 48), (7, 0): (2048, 96, 96), (7, 5): (1024, 64, 64),
-    (8, 0): (2048, 164, 163), (8, 6): (1536, 100, 99), (8, 7): (1536, 164, 163), (8, 9): (1536, 100, 99),
-    (9, 0): (2048, 228, 227), (10, 0): (2048, 228, 227), (10, 3): (2048, 228, 227), (12, 0): (1536, 100, 99),
-    (12, 1): (1536, 100, 99),
-}  # fmt: skip
-REGISTERS_PER_SM = 65536  # the same table: of 32 bits, the same for all of these
-KB = 1024
 
 _DTYPES = {
     "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16,
@@ -64,7 +54,7 @@ class DeviceProperties(types.SimpleNamespace):
     """torch.cuda.get_device_properties(): facts of the profile and of its compute capability."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"flopmeter's profile of {self.name} does not tell {name!r}")
+        raise AttributeError(f"flopmeter's profile of {self.name} has no {name!r}")
 
 
 def _success(*_: Any) -> int:
@@ -274,17 +264,17 @@ class CudaModule:
     def _facts(self) -> DeviceProperties:
         hardware, capability = self._hardware, self._target.compute_capability
         facts: dict[str, Any] = {"name": self.name, "major": capability[0], "minor": capability[1]}
-        facts |= {"multi_processor_count": hardware.sm_count, "warp_size": 32, "gcnArchName": self.name}
-        facts |= {"is_integrated": 0, "is_multi_gpu_board": 0, "regs_per_multiprocessor": REGISTERS_PER_SM}
+        facts |= {"multi_processor_count": hardware.sm_count, "warp_size": WARP_THREADS, "gcnArchName": self.name}
+        facts |= {"is_integrated": 0, "is_multi_gpu_board": 0, "regs_per_multiprocessor": SM_REGISTERS}
         if hardware.memory_bytes is not None:
             facts["total_memory"] = hardware.memory_bytes
         if hardware.l2_cache_bytes is not None:
             facts["L2_cache_size"] = hardware.l2_cache_bytes
-        if capability in _PER_SM:
-            threads, shared, block = _PER_SM[capability]
-            facts |= {"max_threads_per_multi_processor": threads, "max_threads_per_block": 1024}
-            facts |= {"shared_memory_per_multiprocessor": shared * KB, "shared_memory_per_block": 48 * KB}
-            facts["shared_memory_per_block_optin"] = block * KB
+        limits = sm_limits(capability)
+        if limits.shared_kb is not None and limits.block_shared_kb is not None:
+            facts |= {"max_threads_per_multi_processor": limits.threads, "max_threads_per_block": BLOCK_THREADS}
+            facts |= {"shared_memory_per_multiprocessor": limits.shared_kb * KB, "shared_memory_per_block": 48 * KB}
+            facts["shared_memory_per_block_optin"] = limits.block_shared_kb * KB
         return DeviceProperties(**facts)
 
     def _idle(self, name: str, value: int, unit: str) -> Callable[..., int]:
@@ -301,17 +291,13 @@ class CudaModule:
         mhz = self._hardware.boost_clock_mhz
         return {} if mhz is None else {"clock_rate": self._idle("torch.cuda.clock_rate", round(mhz), "MHz")}
 
-    def _host_alone(self, make: Callable[..., None]) -> Callable[..., None]:
+    @around
+    def _host_alone(self, make: Callable[..., None], profile: Any, *args: Any, **kwargs: Any) -> None:
         """torch.profiler without the device's activities, about which it would warn at each op."""
-
-        @functools.wraps(make)
-        def init(profile: Any, *args: Any, **kwargs: Any) -> None:
-            if kwargs.get("use_device") == "cuda" or kwargs.get("use_cuda"):
-                self._note("torch.profiler tells of the host alone: no GPU runs")
-                kwargs |= {"use_device": None} | ({"use_cuda": False} if "use_cuda" in kwargs else {})
-            make(profile, *args, **kwargs)
-
-        return init
+        if kwargs.get("use_device") == "cuda" or kwargs.get("use_cuda"):
+            self._note("torch.profiler records only the host: no GPU runs")
+            kwargs |= {"use_device": None} | ({"use_cuda": False} if "use_cuda" in kwargs else {})
+        make(profile, *args, **kwargs)
 
     def _memory_stats(self) -> OrderedDict[str, int]:
         memory = self._memory
@@ -405,7 +391,7 @@ def _seed(*args: Any) -> None:
 
 
 def _rng_state(device: Any = "cuda") -> torch.Tensor:
-    """As large as CUDA's: a seed and an offset of 8 bytes each."""
+    """A state of the size of CUDA's: a seed and an offset of 8 bytes each."""
     return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 

@@ -33,7 +33,7 @@ def absent(name: str, original: Any = None) -> Any:
     Dynamo compares values with them."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{name} is not there under flopmeter: no GPU runs, and its model does not tell it")
+        raise NotImplementedError(f"{name} is not available under flopmeter: no GPU runs, and no model answers for it")
 
     if isinstance(original, type):
         return type(name, (), {"__new__": refused})

@@ -41,6 +41,7 @@ from flopmeter.run.truth import (
     true_mesh_type,
     wrapped_from_below,
 )
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import (
     device_constructors,
     function_modes,
@@ -107,7 +108,7 @@ class NamedCuda:
         yield Patch(Tensor, "is_meta", property(self._is_meta), tells)
         yield Patch(Tensor, "get_device", lambda own: self.index if self.holds(own) else true_get_device(own), tells)
         yield Patch(Tensor, "data", property(true_data, set_data), "is given data of the device named cuda")
-        yield Patch(Tensor, "__repr__", printed_as_cuda(Tensor.__repr__, self), "prints a tensor as a GPU's")
+        yield Patch(Tensor, "__repr__", printed_as_cuda(self, Tensor.__repr__), "prints a tensor as a GPU's")
         yield Patch(Tensor, "to", self._to(Tensor.to), _TAKES)
         yield Patch(Tensor, "cuda", self._cuda(Tensor.to), _TAKES)
         yield Patch(Tensor, "type", self._type(Tensor.type), "tells and takes torch.cuda.FloatTensor and its kin")
@@ -275,22 +276,19 @@ class NamedCuda:
 
         return torch_function
 
-    def _to(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if args:
-                args = (self.real(args[0]), *args[1:])
-            if kwargs.get("device") is not None:
-                kwargs["device"] = self.real(kwargs["device"])
-            target = kwargs["device"] if "device" in kwargs else args[0] if args else None
-            if true_is_meta(tensor) and not self.holds(tensor) and target is META:
-                raise NotImplementedError(
-                    "Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty() instead of "
-                    "torch.nn.Module.to() when moving module from meta to a different device."
-                )
-            return original(tensor, *args, **kwargs)
-
-        return to
+    @around
+    def _to(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (self.real(args[0]), *args[1:])
+        if kwargs.get("device") is not None:
+            kwargs["device"] = self.real(kwargs["device"])
+        target = kwargs["device"] if "device" in kwargs else args[0] if args else None
+        if true_is_meta(tensor) and not self.holds(tensor) and target is META:
+            raise NotImplementedError(
+                "Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty() instead of "
+                "torch.nn.Module.to() when moving module from meta to a different device."
+            )
+        return original(tensor, *args, **kwargs)
 
     def _cuda(self, to: Callable[..., Any]) -> Callable[..., Any]:
         def cuda(tensor: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
@@ -299,19 +297,16 @@ class NamedCuda:
 
         return cuda
 
-    def _type(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def type_(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if dtype is None:
-                name: str = original(tensor)
-                return name.replace("torch.meta.", "torch.cuda.") if self.holds(tensor) else name
-            if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-                dtype = getattr(torch.cuda, dtype.removeprefix("torch.cuda."))
-            if isinstance(dtype, LegacyType):
-                return tensor.to(META, dtype.dtype)
-            return original(tensor, dtype, *args, **kwargs)
-
-        return type_
+    @around
+    def _type(self, original: Callable[..., Any], tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            name: str = original(tensor)
+            return name.replace("torch.meta.", "torch.cuda.") if self.holds(tensor) else name
+        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+            dtype = getattr(torch.cuda, dtype.removeprefix("torch.cuda."))
+        if isinstance(dtype, LegacyType):
+            return tensor.to(META, dtype.dtype)
+        return original(tensor, dtype, *args, **kwargs)
 
     def _pin(self) -> Callable[..., Tensor]:
         def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
@@ -326,24 +321,21 @@ class NamedCuda:
 
         return pin_memory
 
-    def _module_to(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def to(module: Module, *args: Any, **kwargs: Any) -> Any:
-            args = tuple(torch.device("cuda", each) if type(each) is int else each for each in args)
-            args = tuple(each.device if isinstance(each, CudaDevice) else each for each in args)
-            if isinstance(kwargs.get("device"), (int, CudaDevice)):
-                kwargs["device"] = torch.device("cuda", getattr(kwargs["device"], "index", kwargs["device"]))
-            try:
-                with parameters_keep_identity(module):
-                    return original(module, *args, **kwargs)
-            except RuntimeError as error:
-                if "Couldn't swap" not in str(error):
-                    raise
-                if isinstance(module, torch.jit.ScriptModule):
-                    return script_to(module, *args, **kwargs)
-                return original(module, *args, **kwargs)  # something looks at a parameter, as torch.export does
-
-        return to
+    @around
+    def _module_to(self, original: Callable[..., Any], module: Module, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(torch.device("cuda", each) if type(each) is int else each for each in args)
+        args = tuple(each.device if isinstance(each, CudaDevice) else each for each in args)
+        if isinstance(kwargs.get("device"), (int, CudaDevice)):
+            kwargs["device"] = torch.device("cuda", getattr(kwargs["device"], "index", kwargs["device"]))
+        try:
+            with parameters_keep_identity(module):
+                return original(module, *args, **kwargs)
+        except RuntimeError as error:
+            if "Couldn't swap" not in str(error):
+                raise
+            if isinstance(module, torch.jit.ScriptModule):
+                return script_to(module, *args, **kwargs)
+            return original(module, *args, **kwargs)  # something looks at a parameter, as torch.export does
 
 
 def allowed_on_lazy_parameters(patches: Iterable[Patch]) -> Patch:

@@ -235,7 +235,7 @@ def _modules_of(error: BaseException) -> list[str]:
 
 
 def _functions_of(error: BaseException) -> list[tuple[str, str]]:
-    """The same with the functions: (module, function)."""
+    """(module, function) of the frames that the error went through, the innermost last."""
     frames = traceback.walk_tb(error.__traceback__)
     return [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in frames]
 

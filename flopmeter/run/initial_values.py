@@ -8,7 +8,6 @@ Until: never. A tensor's memory is taken by the page when it is first written, s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from flopmeter.known_values.values import PAGED_BYTES
 from flopmeter.records.memory_format import torch_strides
 from flopmeter.run.device import NamedCuda, allowed_on_lazy_parameters
 from flopmeter.run.patches import Patch
+from flopmeter.torch_names.around import around
 
 MOST_DRAWN_BYTES = 1 << 30  # of a program's large weights: the first ones are drawn, as a small model is
 _CASTS = ("to", "half", "bfloat16", "float", "double")
@@ -44,35 +44,28 @@ class InitialValues:
                 if draw := getattr(owner, name, None):
                     yield Patch(owner, name, self._unless_large(draw), "large weights on the CPU stay without values")
 
-    def _unless_large(self, draw: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(draw)
-        def drawn(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_large(tensor):
-                return draw(tensor, *args, **kwargs)
-            if isinstance(tensor, nn.Parameter) and not self._is_left_out(tensor):
-                self._drawn_bytes += tensor.nbytes
-                if self._drawn_bytes > MOST_DRAWN_BYTES:
-                    self._note("weights that are made on the CPU, beyond the first GiB, get no random values")
-                    self._leave_out(tensor)
-            return tensor if self._is_left_out(tensor) else draw(tensor, *args, **kwargs)
+    @around
+    def _unless_large(self, draw: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_large(tensor):
+            return draw(tensor, *args, **kwargs)
+        if isinstance(tensor, nn.Parameter) and not self._is_left_out(tensor):
+            self._drawn_bytes += tensor.nbytes
+            if self._drawn_bytes > MOST_DRAWN_BYTES:
+                self._note("weights that are made on the CPU, beyond the first GiB, get no random values")
+                self._leave_out(tensor)
+        return tensor if self._is_left_out(tensor) else draw(tensor, *args, **kwargs)
 
-        return drawn
-
-    def _unless_left_out(self, cast: Callable[..., Any]) -> Callable[..., Any]:
+    @around
+    def _unless_left_out(self, cast: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Runs the cast unless the weights are left out: only a cast on the CPU writes memory."""
-
-        @functools.wraps(cast)
-        def casted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self._left_out or not self._is_large(tensor) or not self._is_left_out(tensor):
-                return cast(tensor, *args, **kwargs)
-            like = cast(tensor.detach().flatten()[:1], *args, **kwargs)
-            if like.is_meta or like.dtype == tensor.dtype:
-                return cast(tensor, *args, **kwargs)
-            new = torch.empty_strided(tensor.shape, torch_strides(tensor), dtype=like.dtype, device="cpu")
-            self._leave_out(new)
-            return new
-
-        return casted
+        if not self._left_out or not self._is_large(tensor) or not self._is_left_out(tensor):
+            return cast(tensor, *args, **kwargs)
+        like = cast(tensor.detach().flatten()[:1], *args, **kwargs)
+        if like.is_meta or like.dtype == tensor.dtype:
+            return cast(tensor, *args, **kwargs)
+        new = torch.empty_strided(tensor.shape, torch_strides(tensor), dtype=like.dtype, device="cpu")
+        self._leave_out(new)
+        return new
 
     def _is_large(self, tensor: Tensor) -> bool:
         """Whether it is a large plain tensor on the CPU."""

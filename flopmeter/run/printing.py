@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flopmeter.run.named_types import Names
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import PRINT_OPTIONS, at_ends, no_dispatch_modes
 
 
@@ -29,19 +29,15 @@ def read_as_printed(tensor: Tensor) -> Tensor:
     return whole
 
 
-def printed_as_cuda(original: Callable[..., str], cuda: Names) -> Callable[..., str]:
+@around
+def printed_as_cuda(cuda: Names, original: Callable[..., str], tensor: Tensor, *, tensor_contents: Any = None) -> str:
     """How a tensor on a GPU prints. Printing reads it, so unknown values print as stand-ins."""
-
-    @functools.wraps(original)
-    def repr_(tensor: Tensor, *, tensor_contents: Any = None) -> str:
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or not cuda.holds(tensor) or tensor_contents is not None:
-            return original(tensor, tensor_contents=tensor_contents)
-        text = original(read_as_printed(tensor.detach()))
-        device = f", device='{cuda.name}'"
-        if tensor.grad_fn is not None:
-            device += f", grad_fn=<{tensor.grad_fn.name()}>"
-        elif tensor.requires_grad:
-            device += ", requires_grad=True"
-        return f"{text[:-1]}{device})"
-
-    return repr_
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or not cuda.holds(tensor) or tensor_contents is not None:
+        return original(tensor, tensor_contents=tensor_contents)
+    text = original(read_as_printed(tensor.detach()))
+    device = f", device='{cuda.name}'"
+    if tensor.grad_fn is not None:
+        device += f", grad_fn=<{tensor.grad_fn.name()}>"
+    elif tensor.requires_grad:
+        device += ", requires_grad=True"
+    return f"{text[:-1]}{device})"

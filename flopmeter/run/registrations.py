@@ -7,7 +7,6 @@ Until: each rank has a process of its own.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ import torch
 
 from flopmeter.run.own_code import is_own
 from flopmeter.run.patches import Patch, applied
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.frames import callers
 from flopmeter.torch_names.imported import entered_once_imported
 
@@ -27,7 +27,7 @@ def registered_until_here() -> Iterator[None]:
     which are imported once, stay."""
     with ExitStack() as undo:
         init = torch.library.Library.__init__
-        patch = Patch(torch.library.Library, "__init__", _undone(init, _destroy, undo), "another rank registers it too")
+        patch = Patch(torch.library.Library, "__init__", _undone(undo, _destroy, init), "another rank registers it too")
         undo.enter_context(applied([patch]))
         undo.enter_context(entered_once_imported("omegaconf", _no_resolvers_behind))
         yield
@@ -37,23 +37,26 @@ def registered_until_here() -> Iterator[None]:
 def _no_resolvers_behind() -> Iterator[None]:
     config: Any = sys.modules["omegaconf"].OmegaConf
     with ExitStack() as undo:
-        register = _undone(config.register_new_resolver, config.clear_resolver, undo)
+        register = _undone(undo, config.clear_resolver, config.register_new_resolver)
         patch = Patch(config, "register_new_resolver", staticmethod(register), "another rank registers it too")
         undo.enter_context(applied([patch]))
         yield
 
 
-def _undone(original: Callable[..., Any], undo_it: Callable[[Any], Any], undo: ExitStack) -> Callable[..., Any]:
-    """Wraps a function that registers: what the program itself registers, not an installed package, is undone."""
-
-    @functools.wraps(original)
-    def register(what: Any, *args: Any, **options: Any) -> Any:
-        result = original(what, *args, **options)
-        if _is_of_own_code():
-            undo.callback(undo_it, what)
-        return result
-
-    return register
+@around
+def _undone(
+    undo: ExitStack,
+    undo_it: Callable[[Any], Any],
+    register: Callable[..., Any],
+    what: Any,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """What the program itself registers, not an installed package, is undone."""
+    result = register(what, *args, **options)
+    if _is_of_own_code():
+        undo.callback(undo_it, what)
+    return result
 
 
 def _is_of_own_code() -> bool:

@@ -161,45 +161,67 @@ class ScriptSession:
 
     @contextmanager
     def open(self) -> Iterator[ScriptSession]:
+        """In this context the program finds a device named cuda, and what it runs there is metered."""
         with ExitStack() as undo:
-            undo.enter_context(no_folder_instead_of("triton"))
-            importlib.import_module(DYNAMO.module)  # optimizers import it; it has to see torch's own functions
-            undo.enter_context(warnings.catch_warnings())
-            for message in _FALSE_WARNINGS:
-                warnings.filterwarnings("ignore", message=message)
-            undo.enter_context(data.forks_unmetered())
-            undoing = undo.enter_context(self.named.open())
-            files = WeightFiles(self.named, self.note, self.wishes.without_weights)
-            answers = undo.enter_context(applied(list(self.cuda.patches())))
-            undo.enter_context(applied(list(files.patches())))
-            undoing += undo.enter_context(applied(list(InitialValues(self.named, self.note).patches())))
-            if self.wishes.synthetic is not None:
-                synthetic = SyntheticData(self.wishes.synthetic, self.note)
-                undo.callback(synthetic.close)
-                undo.enter_context(applied(list(synthetic.patches())))
-                undo.enter_context(synthetic.once_imported())
-            undo.enter_context(world.no_gpu_for_the_driver())
-            undo.enter_context(driver_tool.on_path(self.cuda.name, self.named.count))
-            is_named = self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None
-            gpus, a_node = (self.wishes.gpus, self.gpus_per_node) if is_named else (None, None)
-            undo.enter_context(world.opened(gpus, a_node, self.rank, self.named.holds, self.note))
-            if is_named:
-                variables = world.of_torchrun(self.wishes.gpus, self.gpus_per_node, self.rank)
-                undo.enter_context(world.environment(variables))
+            self._settle_process(undo)
+            undoing, answers = self._name_device(undo)
+            self._stand_in_for_data(undo)
+            self._open_world(undo)
             self.meter.around_tracing = tracing = Tracing(self.named, undoing)
             undo.enter_context(applied([*tracing.tables(answers), tracing.pinning(), *self._preparing()]))
             self.meter.on_compiled_call = self.steps.on_compiled_call
             undo.enter_context(self.meter)
-            undoing += undo.enter_context(applied(values.patches(self.named, self._decided, self.note)))
-            undoing += undo.enter_context(applied(list(HostClock(self).patches())))
-            undoing += undo.enter_context(applied(list(imported_by_name(undoing))))
-            undo.enter_context(applied(list(imported_by_name(answers))))
-            undo.enter_context(shims.importable(self.wishes.shims, self.note))
-            undo.enter_context(child_processes.with_shims(self.wishes.shims))
-            undo.enter_context(extensions.standing_in(self.note))
-            undo.enter_context(applied(list(text_kernels.patches(self.note))))
-            undo.enter_context(self.steps.watching())
+            self._watch_program(undo, undoing, answers)
             yield self
+
+    def _settle_process(self, undo: ExitStack) -> None:
+        """Imports that need torch's own functions, warnings that are false here, and processes that are forked."""
+        undo.enter_context(no_folder_instead_of("triton"))
+        importlib.import_module(DYNAMO.module)  # optimizers import it; it has to see torch's own functions
+        undo.enter_context(warnings.catch_warnings())
+        for message in _FALSE_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        undo.enter_context(data.forks_unmetered())
+
+    def _name_device(self, undo: ExitStack) -> tuple[list[Patch], list[Patch]]:
+        """Tensors, torch.cuda and files of weights know the device. Returns what undoes the patches that the compiler
+        must not see, and what undoes the answers of torch.cuda."""
+        undoing = undo.enter_context(self.named.open())
+        files = WeightFiles(self.named, self.note, self.wishes.without_weights)
+        answers = undo.enter_context(applied(list(self.cuda.patches())))
+        undo.enter_context(applied(list(files.patches())))
+        undoing += undo.enter_context(applied(list(InitialValues(self.named, self.note).patches())))
+        return undoing, answers
+
+    def _stand_in_for_data(self, undo: ExitStack) -> None:
+        if self.wishes.synthetic is not None:
+            synthetic = SyntheticData(self.wishes.synthetic, self.note)
+            undo.callback(synthetic.close)
+            undo.enter_context(applied(list(synthetic.patches())))
+            undo.enter_context(synthetic.once_imported())
+
+    def _open_world(self, undo: ExitStack) -> None:
+        """The ranks of the run, and the variables by which a launcher tells of them."""
+        undo.enter_context(world.no_gpu_for_the_driver())
+        undo.enter_context(driver_tool.on_path(self.cuda.name, self.named.count))
+        is_named = self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None
+        gpus, a_node = (self.wishes.gpus, self.gpus_per_node) if is_named else (None, None)
+        undo.enter_context(world.opened(gpus, a_node, self.rank, self.named.holds, self.note))
+        if is_named:
+            variables = world.of_torchrun(self.wishes.gpus, self.gpus_per_node, self.rank)
+            undo.enter_context(world.environment(variables))
+
+    def _watch_program(self, undo: ExitStack, undoing: list[Patch], answers: list[Patch]) -> None:
+        """Values that it reads, clocks, packages of kernels that it imports, and its steps."""
+        undoing += undo.enter_context(applied(values.patches(self.named, self._decided, self.note)))
+        undoing += undo.enter_context(applied(list(HostClock(self).patches())))
+        undoing += undo.enter_context(applied(list(imported_by_name(undoing))))
+        undo.enter_context(applied(list(imported_by_name(answers))))
+        undo.enter_context(shims.importable(self.wishes.shims, self.note))
+        undo.enter_context(child_processes.with_shims(self.wishes.shims))
+        undo.enter_context(extensions.standing_in(self.note))
+        undo.enter_context(applied(list(text_kernels.patches(self.note))))
+        undo.enter_context(self.steps.watching())
 
     def _preparing(self) -> Iterator[Patch]:
         yield from jit(self.named, self.note, self.steps.aside)
@@ -264,16 +286,16 @@ class ScriptSession:
             name, count = before
             yield (
                 f"before the first step {name}, which is trained, was called without gradients{_times(count)}: if such"
-                " calls come back every so many steps (rollouts, evaluations), give --steps so many"
+                " calls recur every N steps (rollouts, evaluations), give --steps N"
             )
         if self.wishes.gpus > 1 and not self._exchanges():
             yield (
-                f"the {self.wishes.gpus} ranks exchange nothing in this step: if they do every so many steps, give "
-                "--steps so many and more"
+                f"the {self.wishes.gpus} ranks exchange nothing in this step: if they exchange data every N steps, "
+                "give --steps N or more"
             )
         if self._decisions:
             lines = ", ".join(f"{where} ({count}x)" for where, count in self._decisions.items())
-            yield f"control flow that hangs on a stand-in: {lines}"
+            yield f"control flow that depends on stand-ins for unknown values: {lines}"
 
     def _exchanges(self) -> bool:
         step = self.step_ops()

@@ -48,6 +48,7 @@ from flopmeter.run.step_parts import (
 )
 from flopmeter.run.streams import CudaGraph
 from flopmeter.run.updates import Optimizers, OwnUpdates
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.frames import callers
 from flopmeter.torch_names.private import graph_task, is_compiled_backward
 from flopmeter.trace import streams
@@ -120,7 +121,10 @@ class Steps:
             undo.callback(register_module_forward_pre_hook(self._enter_module).remove)
             undo.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
             if self._marker in (AUTO, OPTIMIZER):
-                undo.enter_context(applied([self._optimizers.patch(), self._watched_backward()]))
+                backward = self._watched_backward(torch.autograd.backward)
+                why = "the steps of a program that updates tensors of its own"
+                patches = [self._optimizers.patch(), Patch(torch.autograd, "backward", backward, why)]
+                undo.enter_context(applied(patches))
                 undo.callback(register_optimizer_step_pre_hook(self._optimizers.begin).remove)
                 undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
             elif ":" in self._marker and not self._marker.startswith(NVTX):
@@ -131,18 +135,14 @@ class Steps:
                 )
             yield
 
-    def aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    @around
+    def aside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The function, whose calls of modules are no steps: it only prepares or traces later calls."""
-
-        @functools.wraps(function)
-        def prepares(*args: Any, **kwargs: Any) -> Any:
-            self._depth += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._depth -= 1
-
-        return prepares
+        self._depth += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._depth -= 1
 
     def on_range_end(self, name: str) -> None:
         """Called when an nvtx range ends."""
@@ -232,8 +232,8 @@ class Steps:
             raise StepsDone
 
     def _is_warm_up(self) -> bool:
-        """Whether the step that ended only prepares a capture, before which torch's recipe makes some on a stream of
-        their own."""
+        """Whether the step that ended only prepares the capture of a CUDA graph. torch's recipe runs some such steps on
+        a stream of their own before it."""
         is_before = not self._replays and not CudaGraph.capturing and self._warm_ups < MOST_WARM_UPS
         return is_before and streams.current() != DEFAULT_STREAM and self._own_code.may_capture()
 
@@ -297,20 +297,15 @@ class Steps:
                     self._stop(only_infers=False)
         self._depth += 1
 
-    def _watched_backward(self) -> Patch:
-        run = torch.autograd.backward
-
-        @functools.wraps(run)
-        def backward(*args: Any, **kwargs: Any) -> None:
-            run(*args, **kwargs)
-            now = self._now()
-            if self._marker != AUTO or self._optimizers.were_made or self._calls or not self._is_on_device(range(now)):
-                return
-            self._backwards.append(now)
-            if self._most is not None and len(self._backwards) >= max(self._most, CALLS_WATCHED):
-                self._stop(only_infers=False)
-
-        return Patch(torch.autograd, "backward", backward, "the steps of a program that updates tensors of its own")
+    @around
+    def _watched_backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        now = self._now()
+        if self._marker != AUTO or self._optimizers.were_made or self._calls or not self._is_on_device(range(now)):
+            return
+        self._backwards.append(now)
+        if self._most is not None and len(self._backwards) >= max(self._most, CALLS_WATCHED):
+            self._stop(only_infers=False)
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)

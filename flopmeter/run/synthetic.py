@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from flopmeter.run.patches import Patch, applied
 from flopmeter.run.synthetic_tables import SyntheticTables
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.imported import entered_once_imported
 from flopmeter.torch_names.private import BATCHES, no_dispatch_modes
 
@@ -186,19 +187,16 @@ class SyntheticData:
         for name in wrap.keys() & vars(kind).keys():
             yield Patch(kind, name, wrap[name](vars(kind)[name]), "a data set that is not there")
 
-    def _init(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def init(data: Any, *args: Any, **kwargs: Any) -> None:
-            if not self._is_open or "flopmeter_absent" in vars(data):  # a class calls the method of its base
-                return original(data, *args, **kwargs)
-            data.flopmeter_absent = False
-            try:
-                original(data, *args, **kwargs)
-            except ABSENT as error:
-                data.flopmeter_absent = True
-                self._tell(type(data).__name__, error)
-
-        return init
+    @around
+    def _init(self, original: Callable[..., None], data: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._is_open or "flopmeter_absent" in vars(data):  # a class calls the method of its base
+            return original(data, *args, **kwargs)
+        data.flopmeter_absent = False
+        try:
+            original(data, *args, **kwargs)
+        except ABSENT as error:
+            data.flopmeter_absent = True
+            self._tell(type(data).__name__, error)
 
     def _tell(self, what: str, error: BaseException) -> None:
         assert self._sample is not None
@@ -211,19 +209,16 @@ class SyntheticData:
     def _stands_in(self, data: Any) -> bool:
         return self._is_absent(data) or (self._is_open and self._sample is None)
 
-    def _getitem(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def getitem(data: Any, index: Any) -> Any:
-            if not self._is_open:
-                return original(data, index)
-            if self._sample is not None:
-                return self._read(self._sample, original, data, index)
-            if "flopmeter_first" not in vars(data):
-                data.flopmeter_first = original(data, 0)
-                self._note(f"the first sample of {type(data).__name__} stands for all of its samples")
-            return data.flopmeter_first
-
-        return getitem
+    @around
+    def _getitem(self, original: Callable[..., Any], data: Any, index: Any) -> Any:
+        if not self._is_open:
+            return original(data, index)
+        if self._sample is not None:
+            return self._read(self._sample, original, data, index)
+        if "flopmeter_first" not in vars(data):
+            data.flopmeter_first = original(data, 0)
+            self._note(f"the first sample of {type(data).__name__} stands for all of its samples")
+        return data.flopmeter_first
 
     def _read(self, sample: Sample, original: Callable[..., Any], data: Any, index: Any) -> Any:
         """What the data set has there; or a sample, also where it only fails to open a file."""
@@ -235,40 +230,30 @@ class SyntheticData:
                 self._tell(type(data).__name__, error)
         return sample.value()
 
-    def _len(self, original: Callable[..., int]) -> Callable[..., int]:
-        @functools.wraps(original)
-        def length(data: Any) -> int:
-            if not self._stands_in(data):
-                found = original(data)
-                if found or not self._is_open or self._sample is None:
-                    return found
-                data.flopmeter_absent = True  # it looked for files, and took what it found
-                self._note(f"synthetic samples {self._sample.text} stand in for {type(data).__name__}, which is empty")
-            return getattr(data, "flopmeter_length", SAMPLES)
+    @around
+    def _len(self, original: Callable[..., int], data: Any) -> int:
+        if not self._stands_in(data):
+            found = original(data)
+            if found or not self._is_open or self._sample is None:
+                return found
+            data.flopmeter_absent = True  # it looked for files, and took what it found
+            self._note(f"synthetic samples {self._sample.text} stand in for {type(data).__name__}, which is empty")
+        return getattr(data, "flopmeter_length", SAMPLES)
 
-        return length
-
-    def _random_split(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @around
+    def _random_split(self, original: Callable[..., Any], dataset: Any, lengths: Any, *args: Any, **kwargs: Any) -> Any:
         """Splits a data set that is not there into parts of the lengths that the program knows it to have."""
+        if self._stands_in(dataset) and all(type(length) is int for length in lengths):
+            dataset.flopmeter_length = sum(lengths)
+        return original(dataset, lengths, *args, **kwargs)
 
-        @functools.wraps(original)
-        def random_split(dataset: Any, lengths: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._stands_in(dataset) and all(type(length) is int for length in lengths):
-                dataset.flopmeter_length = sum(lengths)
-            return original(dataset, lengths, *args, **kwargs)
-
-        return random_split
-
-    def _iter(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        @functools.wraps(original)
-        def samples(data: Any) -> Iterator[Any]:
-            if self._is_absent(data) and self._sample is not None:
-                for _ in range(SAMPLES):
-                    yield self._sample.value()
-            else:
-                yield from original(data)
-
-        return samples
+    @around
+    def _iter(self, original: Callable[..., Iterator[Any]], data: Any) -> Iterator[Any]:
+        if self._is_absent(data) and self._sample is not None:
+            for _ in range(SAMPLES):
+                yield self._sample.value()
+        else:
+            yield from original(data)
 
     def _of_numpy(self) -> Iterator[Patch]:
         if importlib.util.find_spec("numpy") is None:
@@ -299,23 +284,19 @@ class SyntheticData:
         yield Patch(numpy, "fromfile", from_file, why)
 
 
-def _in_process(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+@around
+def _in_process(original: Callable[..., Iterator[Any]], loader: Any) -> Iterator[Any]:
     """Workers that are not forked import the classes of data sets anew, without what stands in for them: this process
     makes the batches in their place."""
-
-    @functools.wraps(original)
-    def batches(loader: Any) -> Iterator[Any]:
-        context = loader.multiprocessing_context or torch.multiprocessing
-        if not loader.num_workers or context.get_start_method() == "fork":
-            return original(loader)
-        asked = loader.num_workers, loader.timeout
-        loader.num_workers = loader.timeout = 0
-        try:
-            return original(loader)
-        finally:
-            loader.num_workers, loader.timeout = asked
-
-    return batches
+    context = loader.multiprocessing_context or torch.multiprocessing
+    if not loader.num_workers or context.get_start_method() == "fork":
+        return original(loader)
+    asked = loader.num_workers, loader.timeout
+    loader.num_workers = loader.timeout = 0
+    try:
+        return original(loader)
+    finally:
+        loader.num_workers, loader.timeout = asked
 
 
 def _subclasses(kind: type) -> Iterator[type]:

@@ -6,7 +6,6 @@ number, as one does that knows how many there are, it gets those that there are.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.run.patches import Patch
+from flopmeter.torch_names.around import around
 
 ROWS = 2**12  # length of a table
 MARK = "synthetic rows of flopmeter run"  # what `datasets` hands on from a table to those that are made of it
@@ -44,29 +44,35 @@ class SyntheticTables:
                 if original := getattr(getattr(hub, kind, None), name, None):
                     yield Patch(getattr(hub, kind), name, standing_in(original), "rows that a program knows of")
 
-    def _load_dataset(self, hub: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load_dataset(path: str, *args: Any, split: Any = None, streaming: bool = False, **kwargs: Any) -> Any:
-            try:
-                return original(path, *args, split=split, streaming=streaming, **kwargs)
-            except self._absent as error:
-                if self._row is None:
-                    raise ValueError(
-                        f"the data set {path} is not here: give its columns, as --synthetic text=100:text"
-                    ) from error
-                self._tell(path, error)
-                table = self._table(hub, self._row())
-                if streaming:
-                    table = table.to_iterable_dataset()
-                    table.info.description = MARK
-                if isinstance(split, (list, tuple)):
-                    return type(split)(table for _ in split)
-                if split is not None:
-                    return table
-                splits = hub.IterableDatasetDict if streaming else hub.DatasetDict
-                return splits(dict.fromkeys(("train", "validation", "test"), table))
-
-        return load_dataset
+    @around
+    def _load_dataset(
+        self,
+        hub: Any,
+        original: Callable[..., Any],
+        path: str,
+        *args: Any,
+        split: Any = None,
+        streaming: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        try:
+            return original(path, *args, split=split, streaming=streaming, **kwargs)
+        except self._absent as error:
+            if self._row is None:
+                raise ValueError(
+                    f"the data set {path} is not here: give its columns, as --synthetic text=100:text"
+                ) from error
+            self._tell(path, error)
+            table = self._table(hub, self._row())
+            if streaming:
+                table = table.to_iterable_dataset()
+                table.info.description = MARK
+            if isinstance(split, (list, tuple)):
+                return type(split)(table for _ in split)
+            if split is not None:
+                return table
+            splits = hub.IterableDatasetDict if streaming else hub.DatasetDict
+            return splits(dict.fromkeys(("train", "validation", "test"), table))
 
     def _table(self, hub: Any, row: dict[str, Any]) -> Any:
         row = tree_map_only(torch.Tensor, torch.Tensor.tolist, row)
@@ -81,14 +87,11 @@ def _is_synthetic(table: Any) -> bool:
     return bool(table.info.description == MARK)
 
 
-def _select(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def select(table: Any, indices: Iterable[int], *args: Any, **options: Any) -> Any:
-        if _is_synthetic(table) and len(table) > 1:  # of one row all rows are made
-            indices = _within(indices if isinstance(indices, range) else list(indices), len(table))
-        return original(table, indices, *args, **options)
-
-    return select
+@around
+def _select(original: Callable[..., Any], table: Any, indices: Iterable[int], *args: Any, **options: Any) -> Any:
+    if _is_synthetic(table) and len(table) > 1:  # of one row all rows are made
+        indices = _within(indices if isinstance(indices, range) else list(indices), len(table))
+    return original(table, indices, *args, **options)
 
 
 def _within(indices: Sequence[int], rows: int) -> Sequence[int]:
@@ -100,21 +103,17 @@ def _within(indices: Sequence[int], rows: int) -> Sequence[int]:
     return [index % rows for index in islice(indices, rows)]
 
 
-def _split(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def train_test_split(table: Any, test_size: Any = None, train_size: Any = None, *args: Any, **options: Any) -> Any:
-        if _is_synthetic(table):
-            half = len(table) // 2
-            sizes = (min(size, half) if type(size) is int else size for size in (test_size, train_size))
-            test_size, train_size = sizes
-        return original(table, test_size, train_size, *args, **options)
+@around
+def _split(
+    original: Callable[..., Any], table: Any, test_size: Any = None, train_size: Any = None, *args: Any, **options: Any
+) -> Any:
+    if _is_synthetic(table):
+        half = len(table) // 2
+        sizes = (min(size, half) if type(size) is int else size for size in (test_size, train_size))
+        test_size, train_size = sizes
+    return original(table, test_size, train_size, *args, **options)
 
-    return train_test_split
 
-
-def _skip(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def skip(table: Any, n: int) -> Any:
-        return table if _is_synthetic(table) else original(table, n)
-
-    return skip
+@around
+def _skip(original: Callable[..., Any], table: Any, n: int) -> Any:
+    return table if _is_synthetic(table) else original(table, n)

@@ -61,8 +61,7 @@ def _operator(name: str) -> OpOverload:
     if not hasattr(getattr(torch.ops, _NAMESPACE), name):
         torch.library.define(f"{_NAMESPACE}::{name}", "(Tensor[] read, Tensor(a!)[] written) -> ()")
         torch.library.impl(f"{_NAMESPACE}::{name}", "CompositeExplicitAutograd", _in_place)
-    operator: OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
-    return operator
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
 def _in_place(read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
@@ -70,7 +69,8 @@ def _in_place(read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
 
 
 def _only_reads(source: str, name: str) -> list[bool]:
-    """Of each parameter of the kernel, whether it points to `const`; none where the source does not show them."""
+    """Whether each parameter of the kernel points to `const`; an empty list if the source does not show the
+    parameters."""
     source = re.sub(r"//[^\n]*|/\*.*?\*/", "", source, flags=re.DOTALL)
     found = re.search(rf"__global__[^;{{]*?\b{re.escape(name.partition('<')[0])}\s*\(([^)]*)\)", source)
     parameters = re.split(r",(?![^<]*>)", found[1]) if found else []

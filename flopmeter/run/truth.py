@@ -41,8 +41,8 @@ def asked_from_below() -> bool:
 
 
 def wrapped_from_below() -> bool:
-    """The same where a function of the program stands in for torch's, as in DeepSpeed's zero.Init: torch.ones on meta
-    calls torch.empty."""
+    """Whether the caller of the caller runs below the dispatcher. A function of the program may stand in for torch's,
+    as in DeepSpeed's zero.Init: torch.ones on meta calls torch.empty."""
     caller = sys._getframe(2).f_back
     return caller is not None and _is_below(caller)
 

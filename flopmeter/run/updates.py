@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from flopmeter.known_values.assumptions import caller
 from flopmeter.run.patches import Patch
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.frames import callers
 
 _STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what torch wraps around each class's step()
@@ -33,15 +33,14 @@ class Optimizers:
         self.idle_updates = 0  # calls of optimizer.step() that ran no op
 
     def patch(self) -> Patch:
-        make = Optimizer.__init__
+        reason = "a program with an optimizer has its steps where that one steps"
+        return Patch(Optimizer, "__init__", self._noting_made(Optimizer.__init__), reason)
 
-        @functools.wraps(make)
-        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self.were_made = True
-            self._made[optimizer] = caller()
-            make(optimizer, *args, **kwargs)
-
-        return Patch(Optimizer, "__init__", init, "a program with an optimizer has its steps where that one steps")
+    @around
+    def _noting_made(self, init: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self.were_made = True
+        self._made[optimizer] = caller()
+        init(optimizer, *args, **kwargs)
 
     def begin(self, *_: Any) -> None:
         """An optimizer begins to step."""

@@ -23,6 +23,7 @@ from flopmeter.known_values.branches import answer_without_error
 from flopmeter.known_values.entry_points import open_ones
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.patches import Patch
+from flopmeter.torch_names.around import around
 
 
 class StandInFloat(float):
@@ -68,49 +69,42 @@ _TOLERANCES = ("tolerance_grad", "tolerance_change")  # of LBFGS: it stops below
 def patches(named: NamedCuda, on_decision: Callable[[str], None], note: Callable[[str], None]) -> Iterator[Patch]:
     """`on_decision` is called with the line that decides."""
     yield Patch(
-        StandInFloat, "on_decision", staticmethod(on_decision), "control flow that hangs on a stand-in is listed"
+        StandInFloat, "on_decision", staticmethod(on_decision), "control flow that depends on a stand-in is listed"
     )
     yield Patch(Tensor, "item", _item(Tensor.item), "gives a stand-in a type of its own")
-    yield Patch(Tensor, "numpy", _numpy(Tensor.numpy, named), "refuses as on a GPU")
-    yield Patch(LBFGS, "step", _to_its_last_turn(LBFGS.step, note), "a loss that stands still seems to have converged")
+    yield Patch(Tensor, "numpy", _numpy(named, Tensor.numpy), "refuses as on a GPU")
+    yield Patch(LBFGS, "step", _to_its_last_turn(note, LBFGS.step), "a loss that stands still seems to have converged")
 
 
-def _to_its_last_turn(step: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def stepping(optimizer: LBFGS, closure: Callable[[], Any]) -> Any:
-        (group,) = optimizer.param_groups
-        own = {name: group[name] for name in _TOLERANCES}
-        note(f"LBFGS is taken not to converge before its last turn (max_iter={group['max_iter']})")
-        group.update(dict.fromkeys(own, -1.0))
-        try:
-            return step(optimizer, closure)
-        finally:
-            group.update(own)
-
-    return stepping
-
-
-def _item(original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    @functools.wraps(original)
-    def item(tensor: Tensor) -> Any:
-        known = open_ones()[-1] if open_ones() and tensor.is_meta else None
-        is_unknown = known is not None and tensor.is_floating_point() and not known.values.knows(tensor)
-        value = original(tensor)
-        return StandInFloat(value) if is_unknown and isinstance(value, float) else value
-
-    return item
+@around
+def _to_its_last_turn(
+    note: Callable[[str], None], step: Callable[..., Any], optimizer: LBFGS, closure: Callable[[], Any]
+) -> Any:
+    (group,) = optimizer.param_groups
+    own = {name: group[name] for name in _TOLERANCES}
+    note(f"LBFGS is taken not to converge before its last turn (max_iter={group['max_iter']})")
+    group.update(dict.fromkeys(own, -1.0))
+    try:
+        return step(optimizer, closure)
+    finally:
+        group.update(own)
 
 
-def _numpy(original: Callable[..., Any], named: NamedCuda) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def numpy(tensor: Tensor, *, force: bool = False) -> Any:
-        if not named.holds(tensor):
-            return original(tensor, force=force)
-        if force:
-            return original(tensor.detach().cpu())
-        raise TypeError(
-            f"can't convert {named.name} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
-            "memory first."
-        )
+@around
+def _item(original: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    known = open_ones()[-1] if open_ones() and tensor.is_meta else None
+    is_unknown = known is not None and tensor.is_floating_point() and not known.values.knows(tensor)
+    value = original(tensor)
+    return StandInFloat(value) if is_unknown and isinstance(value, float) else value
 
-    return numpy
+
+@around
+def _numpy(named: NamedCuda, original: Callable[..., Any], tensor: Tensor, *, force: bool = False) -> Any:
+    if not named.holds(tensor):
+        return original(tensor, force=force)
+    if force:
+        return original(tensor.detach().cpu())
+    raise TypeError(
+        f"can't convert {named.name} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+        "memory first."
+    )

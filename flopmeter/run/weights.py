@@ -7,7 +7,6 @@ Until: torch has a device named cuda without memory.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from collections import OrderedDict
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.patches import Patch
+from flopmeter.torch_names.around import around
 
 OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 """Endings of names of files."""
@@ -84,17 +84,14 @@ class WeightFiles:
         """Patches of torch.distributed.checkpoint: state dicts are made, with their collectives, and no file is."""
 
         def instead(do: Callable[..., Any]) -> Callable[..., Any]:
-            def standing_in(original: Callable[..., Any]) -> Callable[..., Any]:
-                @functools.wraps(original)
-                def run(state_dict: Any, *args: Any, **options: Any) -> Any:
-                    items = state_dict.items()
-                    made = {name: each.state_dict() if isinstance(each, Stateful) else each for name, each in items}
-                    if not self._named.is_open or not (_of_many_ranks() or self._has_no_data(made)):
-                        return original(state_dict, *args, **options)
-                    self._note(CHECKPOINTS)
-                    return do(state_dict, made, options)
-
-                return run
+            @around
+            def standing_in(original: Callable[..., Any], state_dict: Any, *args: Any, **options: Any) -> Any:
+                items = state_dict.items()
+                made = {name: each.state_dict() if isinstance(each, Stateful) else each for name, each in items}
+                if not self._named.is_open or not (_of_many_ranks() or self._has_no_data(made)):
+                    return original(state_dict, *args, **options)
+                self._note(CHECKPOINTS)
+                return do(state_dict, made, options)
 
             return standing_in
 
@@ -114,63 +111,50 @@ class WeightFiles:
 
         return {"save": instead(save), "async_save": instead(async_save), "load": instead(load)}
 
-    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def save(obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> Any:
-            path = kwargs.pop("filename", f) if f is None else f
-            if not self._named.is_open or not self._has_no_data(obj):
-                return original(obj, path, *args, **kwargs)
-            if isinstance(place := _place(path), int):
-                self._buffers.append(path)
-            self._saved[place] = obj
-            self._note("weights were not saved: they have no data")
-            return None
+    @around
+    def _save(self, original: Callable[..., Any], obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> Any:
+        path = kwargs.pop("filename", f) if f is None else f
+        if not self._named.is_open or not self._has_no_data(obj):
+            return original(obj, path, *args, **kwargs)
+        if isinstance(place := _place(path), int):
+            self._buffers.append(path)
+        self._saved[place] = obj
+        self._note("weights were not saved: they have no data")
+        return None
 
-        return save
+    @around
+    def _load(self, original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._named.is_open and (place := _place(f)) in self._saved:
+            return self._saved[place]
+        try:
+            return original(f, *args, **kwargs)
+        except FileNotFoundError as error:
+            if not self._named.is_open or not self._may_be_absent:
+                raise
+            return self._is_absent(f, os.fspath(f), f"is not here ({type(error).__name__})")
 
-    def _load(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._named.is_open and (place := _place(f)) in self._saved:
-                return self._saved[place]
-            try:
-                return original(f, *args, **kwargs)
-            except FileNotFoundError as error:
-                if not self._named.is_open or not self._may_be_absent:
-                    raise
-                return self._is_absent(f, os.fspath(f), f"is not here ({type(error).__name__})")
-
-        return load
-
-    def _download(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @around
+    def _download(self, original: Callable[..., Any], url: str, dst: str, *args: Any, **kwargs: Any) -> Any:
         """torch.hub's download. Where it cannot be reached, a model keeps the weights that it was made with."""
+        try:
+            return original(url, dst, *args, **kwargs)
+        except OSError as error:
+            if not self._named.is_open:
+                raise
+            self._is_absent(dst, url, _not_reached(error))
 
-        @functools.wraps(original)
-        def download(url: str, dst: str, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(url, dst, *args, **kwargs)
-            except OSError as error:
-                if not self._named.is_open:
-                    raise
-                self._is_absent(dst, url, _not_reached(error))
-
-        return download
-
-    def _from_hub(self, original: Callable[..., str]) -> Callable[..., str]:
-        """The same for a file of weights on the hub of Hugging Face, which timm loads by its name."""
-
-        @functools.wraps(original)
-        def download(repo_id: str, filename: str, *args: Any, **kwargs: Any) -> str:
-            try:
-                return original(repo_id, filename, *args, **kwargs)
-            except OSError as error:
-                if not self._named.is_open or not filename.endswith(OF_WEIGHTS):
-                    raise
-                path = os.path.join(repo_id, filename)
-                self._is_absent(path, path, _not_reached(error))
-                return path
-
-        return download
+    @around
+    def _from_hub(self, original: Callable[..., str], repo_id: str, filename: str, *args: Any, **kwargs: Any) -> str:
+        """The download of a file of weights from the hub of Hugging Face, which timm loads by its name. If the hub
+        cannot be reached, the model keeps the weights that it was made with."""
+        try:
+            return original(repo_id, filename, *args, **kwargs)
+        except OSError as error:
+            if not self._named.is_open or not filename.endswith(OF_WEIGHTS):
+                raise
+            path = os.path.join(repo_id, filename)
+            self._is_absent(path, path, _not_reached(error))
+            return path
 
     def _is_absent(self, file: Any, name: str, why: str) -> AbsentWeights:
         self._any_absent = True
@@ -178,30 +162,23 @@ class WeightFiles:
         self._note(f"{name} {why}: its model keeps the weights that it was made with")
         return absent
 
-    def _load_into(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load_state_dict(module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(state_dict, AbsentWeights) or (self._any_absent and not state_dict):  # sorted by a program
-                state_dict = module.state_dict()
-            return original(module, state_dict, *args, **kwargs)
+    @around
+    def _load_into(
+        self, original: Callable[..., Any], module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(state_dict, AbsentWeights) or (self._any_absent and not state_dict):  # sorted by a program
+            state_dict = module.state_dict()
+        return original(module, state_dict, *args, **kwargs)
 
-        return load_state_dict
+    @around
+    def _step_on(self, original: Callable[..., Any], optimizer: Optimizer, state_dict: Any) -> Any:
+        return None if isinstance(state_dict, AbsentWeights) else original(optimizer, state_dict)
 
-    def _step_on(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load_state_dict(optimizer: Optimizer, state_dict: Any) -> Any:
-            return None if isinstance(state_dict, AbsentWeights) else original(optimizer, state_dict)
-
-        return load_state_dict
-
-    def _restore(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def restore(storage: Any, location: Any) -> Any:
-            if self._named.is_open and str(location).startswith("cuda"):
-                return torch.UntypedStorage(storage.nbytes(), device="meta")
-            return original(storage, location)
-
-        return restore
+    @around
+    def _restore(self, original: Callable[..., Any], storage: Any, location: Any) -> Any:
+        if self._named.is_open and str(location).startswith("cuda"):
+            return torch.UntypedStorage(storage.nbytes(), device="meta")
+        return original(storage, location)
 
     def _has_no_data(self, obj: Any) -> bool:
         """Whether it contains tensors on the named device."""

@@ -7,7 +7,6 @@ Until: never; one process meters one rank.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from flopmeter.distributed.objects import lone_store
 from flopmeter.distributed.programs import ask_backend
 from flopmeter.run.patches import Patch, applied
 from flopmeter.torch_names import distributed as private
+from flopmeter.torch_names.around import around
 
 RANKS = ("rank", "local_rank")
 """Parameters of functions that are started as processes, one for each GPU."""
@@ -99,9 +99,8 @@ def _patches(
         yield Patch(owner, "is_torchelastic_launched", lambda: "TORCHELASTIC_RUN_ID" in os.environ, "as after torchrun")
     accelerator = getattr(private.bindings, private.ACCELERATOR)
     cuda = Patch(private.bindings, private.ACCELERATOR, lambda: torch.device("cuda"), "FSDP2 makes its mesh for it")
-    barrier = _barrier(
-        dist.barrier, Patch(cuda.owner, cuda.name, accelerator, "the device of the fake group's barrier")
-    )
+    on_host = Patch(cuda.owner, cuda.name, accelerator, "the device of the fake group's barrier")
+    barrier = _barrier(on_host, dist.barrier)
     yield cuda
     for owner in (dist, distributed_c10d):
         yield Patch(owner, "barrier", barrier, "there is no other rank to wait for")
@@ -124,13 +123,10 @@ class ProcessGroupNCCL:
             super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
 
-def _barrier(original: Callable[..., Any], on_host: Patch) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def barrier(*args: Any, **kwargs: Any) -> Any:
-        with applied([on_host]):
-            return original(*args, **kwargs)
-
-    return barrier
+@around
+def _barrier(on_host: Patch, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with applied([on_host]):
+        return original(*args, **kwargs)
 
 
 _LONE = (

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flopmeter.torch_names.operators import Packets
+from flopmeter.torch_names.operators import Overloads, Packets
 
 own = Packets("flopmeter")
+own_overloads = Overloads(own)
 
 _SCHEMAS = (
     "flex_attention(Tensor query, Tensor key, Tensor value, Tensor[] blocks, Tensor[] captured, bool keeps_lse, "

@@ -7,12 +7,12 @@ Until: DTensor switches these modes off for it.
 
 from __future__ import annotations
 
-import functools
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
 from flopmeter.known_values import KnownValues
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import PROPAGATE, no_dispatch_modes
 from flopmeter.torch_names.shared_patch import SharedPatch
 
@@ -33,10 +33,7 @@ def _install() -> ExitStack:
 _patch = SharedPatch(_install)
 
 
-def _without_modes(method: Any) -> Any:
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with no_dispatch_modes():
-            return method(*args, **kwargs)
-
-    return run
+@around
+def _without_modes(method: Any, *args: Any, **kwargs: Any) -> Any:
+    with no_dispatch_modes():
+        return method(*args, **kwargs)

@@ -17,13 +17,11 @@ from flopmeter.as_cuda.flex_attention import FlexArguments, captured, scalars
 from flopmeter.known_values import KnownValues
 from flopmeter.records import BodyOp, FlexBody
 from flopmeter.torch_names.dispatcher import autograd_records
-from flopmeter.torch_names.operators import Overloads
-from flopmeter.torch_names.own_operators import own
+from flopmeter.torch_names.own_operators import own_overloads
 from flopmeter.torch_names.private import FLEX_GETITEM, no_dispatch_modes
 from flopmeter.trace.flex_blocks import BlockMaskArguments, count_blocks
 from flopmeter.trace.tensor_specs import build_call
 
-_overloads = Overloads(own)
 SHORT_QUERY = 128
 """Fewer queries than these run in the template flex_decoding (`_use_flex_decoding` in torch/_inductor/kernel/flex)."""
 
@@ -74,7 +72,7 @@ def _forward(given: FlexArguments, values: KnownValues) -> Template:
     mask, body, captured_ones = _counted(given, values, is_backward=False)
     keeps = (bool(given.kernel_options.get(f"OUTPUT_{name}", default)) for name, default in _OUTPUTS.items())
     args = (given.query, given.key, given.value, mask.of_keys, captured_ones, *keeps)
-    return Template(_overloads.flex_attention.default, args, body, tuple, tuple)
+    return Template(own_overloads.flex_attention.default, args, body, tuple, tuple)
 
 
 _OUTPUTS = {"LOGSUMEXP": True, "MAX": False}
@@ -104,7 +102,7 @@ def _backward(
     def from_eager(result: Any) -> Any:
         return *result[:3], [gradient for gradient in result[3] if isinstance(gradient, Tensor)]
 
-    return Template(_overloads.flex_attention_backward.default, args, body, from_eager, to_eager)
+    return Template(own_overloads.flex_attention_backward.default, args, body, from_eager, to_eager)
 
 
 def _splits_keys(query: Tensor, key: Tensor, mask: BlockMaskArguments, kernel_options: dict[str, Any]) -> bool:

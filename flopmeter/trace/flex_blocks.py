@@ -75,7 +75,7 @@ def _maps(
     keys: int,
     values: KnownValues,
 ) -> Maps:
-    """For each block whether it is computed with mask_mod, and whether without."""
+    """Two maps of blocks: those that are computed with mask_mod, and those that are computed without it."""
     if all(map(values.values.knows, mask.of_keys)):
         with no_modes():
             return _dense(mask.of_keys, shape, values)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.entry_points import known_in_this_thread
 from flopmeter.records.tensors import tensors_in
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.shared_patch import SharedPatch
 from flopmeter.trace.mode_flags import tell_modes
 from flopmeter.trace.module_paths import ModulePaths
@@ -94,14 +95,14 @@ _patches = SharedPatch(_install)
 @functools.wraps(_plain_start)
 def _start(self: threading.Thread) -> None:
     if _here.counters and not _here.starts_worker:
-        self.run = _counted(self.run, _here.counters)  # type: ignore[method-assign]
+        self.run = _counted(_here.counters, self.run)  # type: ignore[method-assign]
     _plain_start(self)
 
 
 @functools.wraps(_plain_submit)
 def _submit(self: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if _here.counters:
-        function = _counted(function, _here.counters)
+        function = _counted(_here.counters, function)
     _here.starts_worker = True
     try:
         return _plain_submit(self, function, *args, **kwargs)
@@ -109,19 +110,16 @@ def _submit(self: ThreadPoolExecutor, function: Callable[..., Any], /, *args: An
         _here.starts_worker = False
 
 
-def _counted(function: Callable[..., Any], counters: tuple[OtherThreads, ...]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        before, _here.counters = _here.counters, counters
-        try:
-            # A copy knows the same, and keeps apart what it notes of the op that it runs.
-            values = [copy.copy(counter.values) for counter in counters if counter.is_open and counter.values]
-            with known_in_this_thread(values), _Count(counters, values):
-                return function(*args, **kwargs)
-        finally:
-            _here.counters = before
-
-    return run
+@around
+def _counted(counters: tuple[OtherThreads, ...], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before, _here.counters = _here.counters, counters
+    try:
+        # A copy knows the same, and keeps apart what it notes of the op that it runs.
+        values = [copy.copy(counter.values) for counter in counters if counter.is_open and counter.values]
+        with known_in_this_thread(values), _Count(counters, values):
+            return function(*args, **kwargs)
+    finally:
+        _here.counters = before
 
 
 class _Count(TorchDispatchMode):

@@ -36,7 +36,7 @@ class ProcessGroups:
         return tuple(self._plain(name, value) for name, value in zip(names, args, strict=False))
 
     def plain_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The same for keyword arguments."""
+        """plain_args for keyword arguments."""
         return {name: self._plain(name, value) for name, value in kwargs.items()}
 
     def note_work(self, result: Any, op: int) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,20 +30,19 @@ from flopmeter.records import (
     Op,
     OptimizerStep,
     Phase,
-    StorageRole,
     Switches,
     TemplateRun,
     Trace,
     TritonBody,
 )
-from flopmeter.records.memory_format import torch_strides
 from flopmeter.records.tensors import tensors_in
-from flopmeter.torch_names.private import DispatchKey, dispatch_mode_stack, graph_task
+from flopmeter.torch_names.private import DispatchKey, dispatch_mode_stack
 from flopmeter.trace import higher_order, mixed_devices, streams, triton_kernels
+from flopmeter.trace.arrivals import Arrival, Arrivals, KnownCall
 from flopmeter.trace.attribution import Attribution
 from flopmeter.trace.flex_attention import template_of
 from flopmeter.trace.gradients import IN_PLACE, without_a_mode
-from flopmeter.trace.handling import FRESH, Handling, Handlings
+from flopmeter.trace.handling import FRESH, Handlings
 from flopmeter.trace.implementations import body_of, key_of_parts, python_key, told_of_kernels
 from flopmeter.trace.mode_flags import tell_modes
 from flopmeter.trace.module_paths import ModulePaths
@@ -57,38 +56,11 @@ from flopmeter.trace.result_cache import (
 )
 from flopmeter.trace.shapes_only import ShapesOnly
 from flopmeter.trace.storages import StorageListener, Storages
-from flopmeter.trace.subclasses import is_plain, wrapped
-from flopmeter.trace.tensor_specs import build_call, has_strides, hashable, unstrided_spec
+from flopmeter.trace.subclasses import is_plain
+from flopmeter.trace.tensor_roles import TensorRoles
+from flopmeter.trace.tensor_specs import build_call, has_strides
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
-
-
-class _Known(NamedTuple):
-    """The record of a call, and how to make its result without running it."""
-
-    call: Call
-    make_result: ResultMaker | None
-    counts: bool  # its results have few integers, for which something stands in where the program may read unknowns
-
-
-class _Arrival:
-    """A call as it arrives: its tensors in order, the addresses of their storages, and their numbers in this call."""
-
-    __slots__ = (
-        "addresses", "args", "body", "func", "groups", "handling", "key", "known", "kwargs", "numbers", "plain_args",
-        "plain_kwargs", "tensors",
-    )  # fmt: skip
-    key: Any  # what tells calls of different cost apart
-    known: _Known | None
-
-    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], handling: Handling):
-        self.func, self.args, self.kwargs, self.handling = func, args, kwargs, handling
-        self.plain_args, self.plain_kwargs = args, kwargs  # for the record
-        self.tensors: list[Tensor] = []  # of the arguments
-        self.addresses: list[int] = []
-        self.numbers: dict[int, int] = {}  # trace-wide number -> number in the call
-        self.groups: tuple[int, ...] | None = None
-        self.body: FlexBody | TritonBody | None = None
 
 
 class Recorder(TorchDispatchMode):
@@ -110,11 +82,11 @@ class Recorder(TorchDispatchMode):
         self._on_new_call = on_new_call
         self.trace = Trace(switches=switches_now())
         self._shapes_only = shapes_only or ShapesOnly()
-        self._has_host = shapes_only is not None  # a script's: what it computes on the CPU costs the same at any place
         listener = storage_listener or StorageListener()
         self._storages = Storages(self.trace, listener, self._shapes_only, lambda: self._attribution.is_inside())
         self._number = self._storages.number  # asked for every tensor
-        self.modules = ModulePaths(self._note_module, self.is_on)
+        self.roles = TensorRoles(self.trace, self._storages)
+        self.modules = ModulePaths(self.roles.note_module, self.is_on)
         self._attribution = Attribution(self.trace, self.modules, self._number)
         self._source = source
         self._overrides = overrides or {}
@@ -122,9 +94,9 @@ class Recorder(TorchDispatchMode):
         if values is not None:
             values.on_new = self._storages.note_new
         self._cells: Mapping[int, Any] = values.values.cells if values else {}  # what values are known of
-        self._calls: dict[Any, _Known] = {}
         self._handlings = Handlings(values)
         self._groups = ProcessGroups()
+        self._arrivals = Arrivals(self._number, self._groups, has_host=shapes_only is not None)  # a script has a host
         self._listener = streams.Listener(self.trace, self._groups.op_of, self._storages.resize)
         self.kept_by: dict[int, str] = {}  # by storage: the module path of the compiled graph that returned it
         self._depth = 0
@@ -170,7 +142,7 @@ class Recorder(TorchDispatchMode):
             self._undo.close()
             self._attribution.forget_steps()
             self._storages.outlive()
-            self._calls.clear()  # the keys are as large as the calls
+            self._arrivals.forget()
             self._groups.clear()
 
     def is_on(self) -> bool:
@@ -225,7 +197,7 @@ class Recorder(TorchDispatchMode):
             return
         self._attribution.leave_step()
         self.trace.optimizer_steps.append(OptimizerStep(len(self.trace.ops), "fused" in optimizer.defaults))
-        self.note_optimizer(optimizer)
+        self.roles.note_optimizer(optimizer)
 
     @contextmanager
     def in_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -235,38 +207,12 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._attribution.leave_step()
-            self.note_optimizer(optimizer)
-
-    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note which tensors are parameters, gradients and optimizer state."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._note_parameter(parameter)
-        for tensor in tensors_in(optimizer.state):
-            self._note(tensor, "optimizer state")
-
-    def _note_module(self, module: nn.Module) -> None:
-        """When an outermost module is left, its tensors are noted: no op may have touched them, and those that the
-        module made late exist by then."""
-        if graph_task() == -1:  # else a checkpoint recomputes
-            self.trace.forward_ends.append(len(self.trace.ops))
-        # as torch defines it: a module may have an attribute of that name (that of Megatron-LM around a model does)
-        for parameter in (*module.parameters(), *nn.Module.buffers(module)):
-            self._note_parameter(parameter)
+            self.roles.note_optimizer(optimizer)
 
     def enter_compiled(self, module: nn.Module) -> str:
         """The path of a module that runs compiled; no hook sees such a module."""
-        self._note_module(module)
+        self.roles.note_module(module)
         return self.modules.path_of(module)
-
-    def _note_parameter(self, parameter: Tensor) -> None:
-        self._note(parameter, "parameters")
-        if parameter.is_leaf and parameter.grad is not None:
-            self._note(parameter.grad, "gradients")
-
-    def _note(self, tensor: Tensor, role: StorageRole) -> None:
-        for inner in wrapped(tensor):
-            self._storages.note(inner, role)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -296,7 +242,7 @@ class Recorder(TorchDispatchMode):
             func, args = without_a_mode(func, args, self.trace.ops, self.number_of)
             handling = self._handlings[func]
         try:
-            arrival = self._meet(func, args, kwargs, handling)
+            arrival = self._arrivals.meet(func, args, kwargs, handling)
         except RuntimeError:
             if any(is_lazy(tensor) for tensor in tensors_in((args, kwargs))):
                 return func(*args, **kwargs)  # an nn.LazyLinear that has met no batch: nothing to count
@@ -333,34 +279,13 @@ class Recorder(TorchDispatchMode):
         self._record(arrival, result)
         return result
 
-    def _meet_kernel(self, func: OpOverload, args: tuple[Any, ...], body: FlexBody | TritonBody) -> _Arrival:
-        arrival = self._meet(func, args, {}, self._handlings[func])
+    def _meet_kernel(self, func: OpOverload, args: tuple[Any, ...], body: FlexBody | TritonBody) -> Arrival:
+        arrival = self._arrivals.meet(func, args, {}, self._handlings[func])
         arrival.body = body
-        self._look_up(arrival, (arrival.key, body))
+        self._arrivals.look_up(arrival, (arrival.key, body))
         return arrival
 
-    def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handling: Handling) -> _Arrival:
-        arrival = _Arrival(func, args, kwargs, handling)
-        if handling.is_collective:
-            arrival.plain_args = args = self._groups.plain_args(func, args)
-            arrival.plain_kwargs = kwargs = self._groups.plain_kwargs(kwargs)
-        key: list[Any] = [func, torch.get_default_dtype()]  # the quotient of integers is a float of that type
-        self._describe(args, arrival, BEFORE, key)
-        if kwargs:
-            key += kwargs
-            self._describe(kwargs.values(), arrival, BEFORE, key)
-        self._look_up(arrival, tuple(key))
-        return arrival
-
-    def _look_up(self, arrival: _Arrival, key: Any) -> None:
-        try:
-            known = self._calls.get(key)
-        except (TypeError, NotImplementedError):  # some sizes are symbols; a TorchBind object cannot be compared
-            key = hashable(key, arrival.func)
-            known = self._calls.get(key)
-        arrival.key, arrival.known = key, known
-
-    def _ask_values(self, arrival: _Arrival, make: ResultMaker | None) -> tuple[_Arrival, Any]:
+    def _ask_values(self, arrival: Arrival, make: ResultMaker | None) -> tuple[Arrival, Any]:
         """The call that really ran, which may be another one, and its result, which `make` gives without running it."""
         assert self.values is not None
         func, args, kwargs = arrival.func, arrival.args, arrival.kwargs
@@ -371,31 +296,31 @@ class Recorder(TorchDispatchMode):
             self._explain(error, arrival)
             raise
         for func, args, kwargs in self.values.ran:  # in place of the call
-            arrival = self._meet(func, args, kwargs, self._handlings[func])
+            arrival = self._arrivals.meet(func, args, kwargs, self._handlings[func])
         if self.values.groups is not None:
             arrival.groups = self.values.groups
-            self._look_up(arrival, (arrival.key, arrival.groups))
+            self._arrivals.look_up(arrival, (arrival.key, arrival.groups))
         return arrival, result
 
-    def _kernel(self, arrival: _Arrival) -> Callable[..., Any] | None:
+    def _kernel(self, arrival: Arrival) -> Callable[..., Any] | None:
         """The function that runs in place of the op, if there is one."""
         if arrival.handling.is_foreach and reaches_kernel_directly() and all(map(is_dense_meta, arrival.tensors)):
             return functools.partial(once_for_each_geometry, arrival.func)
         return self._overrides.get(arrival.func)
 
-    def _run(self, arrival: _Arrival) -> Any:
+    def _run(self, arrival: Arrival) -> Any:
         try:
             return (self._kernel(arrival) or arrival.func)(*arrival.args, **arrival.kwargs)
         except RuntimeError as error:
             self._explain(error, arrival)
             raise
 
-    def _explain(self, error: RuntimeError, arrival: _Arrival) -> None:
+    def _explain(self, error: RuntimeError, arrival: Arrival) -> None:
         explained = mixed_devices.explain(arrival.func, arrival.tensors, self.modules.outermost)
         if explained is not None and type(error) is RuntimeError:
             raise explained from None  # torch says less, in fifty lines
 
-    def _record(self, arrival: _Arrival, result: Any) -> None:
+    def _record(self, arrival: Arrival, result: Any) -> None:
         self._append(self._op(arrival, result))
 
     def _append(self, op: Op) -> None:
@@ -405,7 +330,7 @@ class Recorder(TorchDispatchMode):
             trace.stream_use.streams[len(trace.ops)] = streams.current()
         trace.ops.append(op)
 
-    def _op(self, arrival: _Arrival, result: Any) -> Op:
+    def _op(self, arrival: Arrival, result: Any) -> Op:
         trace, numbers = self.trace, arrival.numbers
         if arrival.handling.is_collective:
             self._groups.note_work(result, len(trace.ops))
@@ -413,10 +338,11 @@ class Recorder(TorchDispatchMode):
         if isinstance(result, Tensor) and not arrival.handling.shape_depends_on_data:  # nearly always
             numbers.setdefault(self._number(result, len(trace.ops), arrival.addresses), len(numbers))
         else:
-            self._describe_result(arrival, result)
+            self._arrivals.describe_result(arrival, result, len(trace.ops))
         known = arrival.known
         if known is None:
-            known = self._calls[arrival.key] = self._first(arrival, result)
+            known = self._first(arrival, result)
+            self._arrivals.learn(arrival, known)
         if known.counts and self.values is not None:
             self.values.keep_stand_ins(result)
         if arrival.handling.changes_storages:
@@ -425,15 +351,7 @@ class Recorder(TorchDispatchMode):
         source = caller() if self._source else None
         return Op(known.call, tuple(numbers), module, phase, source, self._attribution.region(phase))
 
-    def _describe_result(self, arrival: _Arrival, result: Any) -> None:
-        arguments = len(arrival.tensors)
-        described: list[Any] = []
-        self._describe((result,), arrival, len(self.trace.ops), described)
-        del arrival.tensors[arguments:]
-        if arrival.handling.shape_depends_on_data:
-            self._look_up(arrival, (arrival.key, *described))
-
-    def _first(self, arrival: _Arrival, result: Any) -> _Known:
+    def _first(self, arrival: Arrival, result: Any) -> KnownCall:
         """A call of a geometry that was not seen before."""
         func, tensors, numbers = arrival.func, arrival.tensors, arrival.numbers
 
@@ -448,31 +366,7 @@ class Recorder(TorchDispatchMode):
         if self._on_new_call is not None:
             self._on_new_call(call)
         counts = self.values is not None and self.values.stands_in_for(result)
-        return _Known(call, result_maker(func, tensors, result), counts)
-
-    def _describe(self, values: Iterable[Any], arrival: _Arrival, born: int, key: list[Any]) -> None:
-        """Add arguments or results to the key: geometry for tensors, the value for all else. Tensors are collected
-        and their storages numbered; a storage that is first seen as an argument existed BEFORE the trace.
-
-        This runs for every op, so it is one loop without helper functions.
-        """
-        tensors, addresses, numbers = arrival.tensors, arrival.addresses, arrival.numbers
-        for value in values:
-            if isinstance(value, Tensor):
-                tensors.append(value)
-                local = numbers.setdefault(self._number(value, born, addresses), len(numbers))
-                if value.layout is torch.strided and not value.is_nested:
-                    offset = 0 if self._has_host and value.is_cpu else value.storage_offset()
-                    key.append((value.shape, torch_strides(value), value.dtype, local, offset, value.device))
-                else:
-                    key.append((value.layout, unstrided_spec(value, local)))
-            elif isinstance(value, (list, tuple)):
-                key.append(len(value))
-                self._describe(value, arrival, born, key)
-            elif isinstance(value, (bool, float)):  # 1, 1.0 and True hash alike, but make other dtypes
-                key.append((type(value), value))
-            else:
-                key.append(value)
+        return KnownCall(call, result_maker(func, tensors, result), counts)
 
     def _note_changes(self, func: OpOverload, tensors: tuple[Tensor, ...]) -> None:
         if func.overloadpacket in FRESH:

@@ -93,7 +93,8 @@ def _maker(result: Any, inputs: Sequence[Tensor], storages: set[int]) -> ResultM
 
 
 def _tensor_maker(tensor: Tensor, taken: set[int]) -> ResultMaker | None:
-    """For a plain meta tensor that fills a storage of its own; `taken` are the storages of other tensors."""
+    """A maker for a plain meta tensor that fills a storage of its own; None for others. `taken`: the storages of other
+    tensors."""
     if type(tensor) is not Tensor or not tensor.is_meta or tensor.layout is not torch.strided:
         return None
     storage = tensor.untyped_storage()

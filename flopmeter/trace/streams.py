@@ -48,7 +48,7 @@ class Listener:
         self._use.host_waits.append(len(self._ops))
 
     def on_batch(self, messages: int) -> None:
-        """That many sends and receives follow which NCCL runs as one kernel (batch_isend_irecv)."""
+        """So many sends and receives follow, which NCCL runs as one kernel (batch_isend_irecv)."""
         self._use.batches[len(self._ops)] = messages
 
 

@@ -131,7 +131,7 @@ def _freeze(value: Any, func: OpOverload, number: Callable[[Tensor], int], specs
 
 
 def as_tensors(value: Any, made: dict[TensorSpec, Tensor]) -> Any:
-    """The same arguments with a meta tensor in place of each spec; `made` has those that there are."""
+    """The arguments with a meta tensor in place of each spec. `made` holds the tensors made so far, by spec."""
     if isinstance(value, TensorSpec):
         if value not in made:
             made[value] = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")

@@ -21,15 +21,14 @@ from torch import Tensor
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.values import no_modes
 from flopmeter.records import TritonBody
-from flopmeter.torch_names.operators import Overloads
-from flopmeter.torch_names.own_operators import own
+from flopmeter.torch_names.own_operators import own_overloads
 from flopmeter.torch_names.private import HOST_DESCRIPTORS, TRITON, TRITON_TTIR, lost, no_dispatch_modes
 from flopmeter.torch_names.shared_patch import SharedPatch
 from flopmeter.trace.triton_tuning import FIRST_FITTING, first_fitting
 from flopmeter.trace.ttir import body_of, parse
 from flopmeter.trace.ttir_accesses import accesses_of
 
-LAUNCH = Overloads(own).triton_kernel.default
+LAUNCH = own_overloads.triton_kernel.default
 _CAPABILITY = 90  # TTIR is the same for all capabilities, but those before 89 lack a type of 8 bits (e4m3)
 _WARP = 32
 

@@ -33,7 +33,7 @@ class Accesses(NamedTuple):
 
 
 def accesses_of(functions: Mapping[str, Function]) -> Accesses:
-    """Those of the first function, the kernel, and of what it calls."""
+    """The arguments that the kernel, which is the first function, and the functions that it calls read and write."""
     origins = _Origins(functions)
     kernel = next(iter(functions))
     places = {(kernel, name): place for place, name in enumerate(functions[kernel].arguments)}

@@ -138,7 +138,7 @@ def layer_norm(
 
 
 def _type_name(dtype: torch.dtype) -> str:
-    """As torch's errors write it: Half, Long."""
+    """The type's name in torch's errors: Half, Long."""
     return torch.empty(0, dtype=dtype, device="cpu").type().removeprefix("torch.").removesuffix("Tensor")
 
 

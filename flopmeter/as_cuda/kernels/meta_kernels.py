@@ -54,7 +54,7 @@ def grouped_mm(
     per_row = GROUPED_ROW_BYTES // a.element_size()
     for strides in (torch_strides(a)[-2:], torch_strides(b)[-2:]):
         if min(strides) != 1 or max(strides) % per_row:
-            raise RuntimeError(f"grouped_mm: rows that lie {strides} apart, not by a multiple of {per_row} elements")
+            raise RuntimeError(f"grouped_mm: rows that lie {strides} elements apart, which is no multiple of {per_row}")
     rows, columns = a.size(-2), b.size(-1)
     padded = columns + -columns % per_row
     if a.dim() != b.dim():

@@ -79,9 +79,12 @@ def _cudnn_takes(scope: Emulation, tensor: Tensor, train: bool) -> bool:
     if tensor.dtype in CUDNN_DTYPES or (tensor.dtype is torch.bfloat16 and has_bfloat16):
         takes = torch.backends.cudnn.enabled and tensor.numel() > 0
         if takes and train:
-            scope.note("RNN in training: cuDNN's reserve taken for as large as what its backward pass needs")
+            scope.note("RNN in training: cuDNN's reserve space is taken to be what its backward pass needs")
         return takes
-    scope.note(f"{tensor.dtype} RNN: not a cuDNN dtype there, runs step by step, here without CUDA's fused cell kernel")
+    scope.note(
+        f"{tensor.dtype} RNN: not a cuDNN dtype on this device, so it runs step by step; CUDA's fused cell kernel is"
+        " counted as several ops"
+    )
     return False
 
 

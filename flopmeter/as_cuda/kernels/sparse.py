@@ -76,7 +76,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     """Sparse times dense is dense. A compressed tensor may stand on the right of a dense one (SparseBlasImpl.cpp)."""
     if right.is_sparse or torch.strided not in (left.layout, right.layout):
         raise NotImplementedError(
-            "a matmul with a sparse tensor on its right has as many elements as its values decide, or needs another "
+            "a matmul with a sparse tensor on its right has a result whose size depends on values, or needs another "
             "kernel: make that tensor dense (to_dense()), or transpose the matmul"
         )
     return torch.empty((left.size(0), *right.shape[1:]), dtype=right.dtype, device="meta")

@@ -82,7 +82,7 @@ def flow_of(parts: list[Part]) -> Flow:
 
 
 def _placed(touch: Touch, op: Op) -> Touch:
-    """With the storage's number in the trace."""
+    """The region, with its storage's number in the trace."""
     storage, *region = touch
     return Touch(op.storages[storage], *region)
 

@@ -70,7 +70,7 @@ def _renumbered(part: Part, read_as: Mapping[int, int], written_as: Mapping[int,
 
 
 def _moved(regions: Iterable[Region], slots: Mapping[int, int]) -> tuple[Region, ...]:
-    """The same regions in other storages of the op."""
+    """These regions, moved to other storages of the op."""
     return tuple(
         region._replace(spec=region.spec._replace(storage=slots.get(region.spec.storage, region.spec.storage)))
         if region.spec

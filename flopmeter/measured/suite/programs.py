@@ -196,7 +196,7 @@ def program_cases(half: str) -> list[Case]:
 
 
 def cpu_program_cases() -> list[Case]:
-    """The same kinds in fp32, small enough for one core."""
+    """Programs of the same kinds in fp32, small enough for one core."""
     fp32 = {"dtype": "fp32"}
     return [
         _case("inference", model="bert-base", batch=1, seq=128, **fp32),

@@ -145,7 +145,7 @@ class _Finder(DistributionFinder):
 
 
 class _Shim(types.ModuleType):
-    """Says in the report, when something is taken from it, that a shim stands in."""
+    """A module of a shim. When the program takes something from it, the report says that a shim stands in."""
 
     def __init__(self, name: str, contents: Mapping[str, object], note: Callable[[str], None]) -> None:
         super().__init__(name, f"flopmeter's shim of {name}.")

@@ -54,22 +54,21 @@ class FusedSGD(torch.optim.SGD):
         self._step_supports_amp_scaling = False
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _NormArguments:
+    """The arguments of apex's norms. (With `memory_efficient` the result is kept instead of the input.)"""
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
+
+
+class FusedLayerNorm(_NormArguments, nn.LayerNorm):
     """apex.normalization.FusedLayerNorm."""
 
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
 
-
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_NormArguments, nn.RMSNorm):
     """apex.normalization.FusedRMSNorm."""
-
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
 
 
 class FusedLayerNormAffineFunction:

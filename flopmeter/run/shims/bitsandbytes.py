@@ -257,8 +257,7 @@ def quantize_4bit(A: Tensor, *, compress_statistics: bool = False, **options: An
 
 def dequantize_4bit(A: Tensor, quant_state: QuantState, **options: Any) -> Tensor:  # noqa: N803
     rows, columns = quant_state.shape
-    whole: Tensor = _dequantize(A, quant_state.scales(), rows, columns, quant_state.dtype)
-    return whole
+    return _dequantize(A, quant_state.scales(), rows, columns, quant_state.dtype)
 
 
 def int8_vectorwise_quant(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, None]:  # noqa: N803
@@ -273,7 +272,7 @@ class _Weight(nn.Parameter):
         return super().__new__(cls, data, requires_grad)
 
     def of(self, data: Tensor) -> Self:
-        """The same with other data."""
+        """A copy of this parameter with other data."""
         return type(self)(data, **vars(self))
 
     def quantised(self) -> Self:
@@ -344,7 +343,7 @@ class _Quantized(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         weight, kind, attributes = self.weight, type(self.weight), dict(vars(self.weight))
-        super()._apply(lambda tensor: fn(tensor.data if tensor is weight else tensor), recurse)  # type: ignore[no-untyped-call]
+        super()._apply(lambda tensor: fn(tensor.data if tensor is weight else tensor), recurse)
         if type(self.weight) is not kind:  # torch made a plain parameter of it
             self.weight = kind(self.weight.data, **attributes)
         self._quantize()
@@ -387,7 +386,7 @@ class Linear4bit(_Quantized):
             out: Tensor = _gemv(x, self.weight, self.weight.quant_state.scales(), self.out_features)
             out = out if bias is None else out + bias
         else:
-            out = _Matmul4bit.apply(x, self, bias)  # type: ignore[no-untyped-call]
+            out = _Matmul4bit.apply(x, self, bias)
         return out.to(given)
 
 
@@ -414,7 +413,7 @@ class Linear8bitLt(_Quantized):
 
     def forward(self, x: Tensor) -> Tensor:
         self._quantize()
-        return _Matmul8bit.apply(x, self.weight, self.weight.SCB, self.bias)  # type: ignore[no-untyped-call]
+        return _Matmul8bit.apply(x, self.weight, self.weight.SCB, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -426,7 +425,7 @@ class Embedding(nn.Embedding):
 
 
 class StableEmbedding(Embedding):
-    """With a norm behind it."""
+    """An embedding followed by a layer norm."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, device: Any = None, **options: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, *args, device=device, **options)

@@ -25,14 +25,14 @@ _SILU_EXPS = 1
 
 def _forward_cost(call: Call) -> Cost:
     x, width = call.argument("x"), call.argument("weight").shape[-1]
-    has_bias, silu = call.argument("bias") is not None, bool(call.argument("silu"))
+    has_bias, silu = call.argument("bias") is not None, bool(call.argument("silu_activation"))
     each = 2 * width - 1 + has_bias + SILU * silu
     return make_cost(call, "element-wise", each * x.numel, transcendentals=silu * _SILU_EXPS * x.numel)
 
 
 def _backward_cost(call: Call) -> Cost:
     x, width = call.argument("x"), call.argument("weight").shape[-1]
-    silu = bool(call.argument("silu"))
+    silu = bool(call.argument("silu_activation"))
     again = (2 * width + SILU_BACKWARD) * silu
     gradients = (2 * width - 1) + 2 * width  # of x: the same sum; of the weight: a product and a sum each
     of_x = call.argument("of_x")  # written, and not read
@@ -40,15 +40,15 @@ def _backward_cost(call: Call) -> Cost:
     return make_cost(call, "element-wise", (again + gradients) * x.numel, transcendentals=silu * x.numel, read=read)
 
 
-@kernel("causal_conv1d", _forward_cost, mutates=("final_states",))
-def _forward(
+@kernel("causal_conv1d", _forward_cost, mutates=("final_states_out",))
+def causal_conv1d_fwd_function(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     seq_idx: Tensor | None,
     initial_states: Tensor | None,
-    final_states: Tensor | None,
-    silu: bool,
+    final_states_out: Tensor | None,
+    silu_activation: bool,
 ) -> Tensor:
     return torch.empty_like(x)
 
@@ -66,35 +66,22 @@ def _backward(
     of_weight: Tensor,
     of_bias: Tensor | None,
     of_states: Tensor | None,
-    silu: bool,
+    silu_activation: bool,
 ) -> None: ...
 
 
-@kernel("causal_conv1d_update", _forward_cost, mutates=("states",))
-def _update(
+@kernel("causal_conv1d_update", _forward_cost, mutates=("conv_state",))
+def causal_conv1d_update_function(
     x: Tensor,
-    states: Tensor,
+    conv_state: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    lengths: Tensor | None,
-    places: Tensor | None,
-    silu: bool,
-) -> Tensor:
-    """One step, or a few, of sequences whose last inputs are in `states`."""
-    return torch.empty_like(x)
-
-
-def causal_conv1d_fwd_function(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seq_idx: Tensor | None,
-    initial_states: Tensor | None,
-    final_states_out: Tensor | None,
     silu_activation: bool,
+    cache_seqlens: Tensor | None,
+    conv_state_indices: Tensor | None,
 ) -> Tensor:
-    out: Tensor = _forward(x, weight, bias, seq_idx, initial_states, final_states_out, silu_activation)
-    return out
+    """One step, or a few, of sequences whose last inputs are in `conv_state`."""
+    return torch.empty_like(x)
 
 
 def causal_conv1d_bwd_function(
@@ -122,19 +109,6 @@ def causal_conv1d_bwd_function(
     return of_x, of_weight.to(weight.dtype), None if of_bias is None else of_bias.to(weight.dtype), of_states
 
 
-def causal_conv1d_update_function(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu_activation: bool,
-    cache_seqlens: Tensor | None,
-    conv_state_indices: Tensor | None,
-) -> Tensor:
-    out: Tensor = _update(x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu_activation)
-    return out
-
-
 def _states_like(x: Tensor, weight: Tensor) -> Tensor:
     """Memory for the last inputs of each sequence, [batch, channels, width - 1], channels last."""
     return x.new_empty(x.shape[0], weight.shape[1] - 1, x.shape[1]).transpose(1, 2)
@@ -142,19 +116,10 @@ def _states_like(x: Tensor, weight: Tensor) -> Tensor:
 
 class _CausalConv(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        seq_idx: Tensor | None,
-        initial_states: Tensor | None,
-        final_states: Tensor | None,
-        silu: bool,
-    ) -> Any:
-        ctx.save_for_backward(x, weight, bias, seq_idx, initial_states)
-        ctx.silu = silu
-        out = _forward(x, weight, bias, seq_idx, initial_states, final_states, silu)
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        *saved, final_states, ctx.silu = inputs
+        ctx.save_for_backward(*saved)
+        out = causal_conv1d_fwd_function(*inputs)
         return out if final_states is None else (out, final_states)
 
     @staticmethod
@@ -176,12 +141,12 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Any:
-    """With `return_final_states` a pair: the output, and the last inputs of each sequence."""
+    """Returns the output or, with `return_final_states`, a pair of the output and the last inputs of each sequence."""
     final_states = None
     if return_final_states:
         final_states = _states_like(x, weight) if final_states_out is None else final_states_out
     silu = activation in ("silu", "swish")
-    return _CausalConv.apply(x, weight, bias, seq_idx, initial_states, final_states, silu)  # type: ignore[no-untyped-call]
+    return _CausalConv.apply(x, weight, bias, seq_idx, initial_states, final_states, silu)
 
 
 def causal_conv1d_update(
@@ -193,7 +158,7 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """Of `x`, [batch, channels] or with a length behind."""
+    """One step of `x`, [batch, channels], or several, [batch, channels, steps]."""
     silu = activation in ("silu", "swish")
     return causal_conv1d_update_function(x, conv_state, weight, bias, silu, cache_seqlens, conv_state_indices)
 
@@ -202,7 +167,9 @@ _PUBLIC = named(causal_conv1d_fn, causal_conv1d_update)
 MODULES = {
     "causal_conv1d": _PUBLIC,
     "causal_conv1d.causal_conv1d_interface": _PUBLIC,
-    "causal_conv1d.cpp_functions": named(
-        causal_conv1d_fwd_function, causal_conv1d_bwd_function, causal_conv1d_update_function
-    ),
+    "causal_conv1d.cpp_functions": {
+        "causal_conv1d_fwd_function": causal_conv1d_fwd_function,
+        "causal_conv1d_bwd_function": causal_conv1d_bwd_function,
+        "causal_conv1d_update_function": causal_conv1d_update_function,
+    },
 }

@@ -12,14 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flopmeter.run.shims.flash_attn.newer import (
-    check_dtype,
-    kernels_of,
-    restore_torchs_attention,
-    window_of,
-)
-from flopmeter.run.shims.flash_attn.refusals import refuse
-from flopmeter.run.shims.kernel import named
+from flopmeter.run.shims.flash_attn.newer import check_dtype, kernels_of, restore_torchs_attention, window_of
+from flopmeter.run.shims.kernel import named, refuse
 
 _NOT_THERE = (
     "softcap", "score_mod", "mask_mod", "block_sparse_tensors", "full_block_cnt", "mask_block_cnt", "seqused_q",
@@ -91,7 +85,7 @@ def _attend(
 
 
 def _check(q: Tensor, options: dict[str, Any]) -> None:
-    refuse(options, *_NOT_THERE)
+    refuse("flash_attn.cute", options, _NOT_THERE)
     check_dtype(q)
     major, minor = torch.cuda.get_device_capability()
     if major not in _CAPABILITIES:

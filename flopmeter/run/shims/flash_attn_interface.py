@@ -11,15 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from flopmeter.run.shims.flash_attn.attention import NO_WINDOW, cache_cost, cached_attention, over_cache
-from flopmeter.run.shims.flash_attn.newer import (
-    check_dtype,
-    kernels_of,
-    priced_as_newest,
-    restore_torchs_attention,
-)
-from flopmeter.run.shims.flash_attn.refusals import refuse
-from flopmeter.run.shims.kernel import kernel, named
+from flopmeter.run.shims.flash_attn.attention import NO_WINDOW, by_library, cache_cost, cached_attention, over_cache
+from flopmeter.run.shims.flash_attn.newer import BACKEND, check_dtype, kernels_of, restore_torchs_attention
+from flopmeter.run.shims.kernel import kernel, named, refuse
 
 _NOT_THERE = (
     "qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "softcap", "seqused_q", "seqused_k", "rotary_cos",
@@ -73,7 +67,7 @@ def flash_attn_with_kvcache(
     **options: Any,
 ) -> Tensor:
     """As FlashAttention-2's, which calls the table of pages `block_table`."""
-    refuse(options, *_NOT_THERE)
+    refuse("flash_attn_interface", options, _NOT_THERE)
     return cached_attention(_over_cache, q, k_cache, v_cache, k, v, block_table=page_table, **options)
 
 
@@ -87,14 +81,15 @@ def _attend(
     positional: tuple[Any, ...],
     options: dict[str, Any],
 ) -> Any:
-    refuse({"qv": next((each for each in positional if each is not None), None), **options}, *_NOT_THERE)
+    given = {"qv": next((each for each in positional if each is not None), None), **options}
+    refuse("flash_attn_interface", given, _NOT_THERE)
     check_dtype(q)
     out, sums = _KERNELS.attend(q, k, v, *lengths, causal, *window)
     return (out, sums) if options.get("return_attn_probs") else out
 
 
 _over_cache = kernel(
-    "flash_attn_3_over_cache", lambda call: priced_as_newest(call, cache_cost(call)), mutates=("key", "value")
+    "flash_attn_3_over_cache", lambda call: by_library(call, cache_cost(call), BACKEND), mutates=("key", "value")
 )(over_cache)
 
 
@@ -132,7 +127,7 @@ def _fwd(
     *options: Any,
 ) -> tuple[Tensor, Tensor, None, None]:
     """`flash_attn_3::fwd` of hopper/flash_api.cpp. Raises NotImplementedError for what the shim does not have."""
-    refuse({"k_new": k_new, "seqused_k": seqused_k, "page_table": page_table}, "k_new", "seqused_k", "page_table")
+    refuse("flash_attn_interface", {"k_new": k_new, "seqused_k": seqused_k, "page_table": page_table})
     check_dtype(q)
     longest = max_seqlen_q or q.shape[-3], max_seqlen_k or k.shape[-3]
     rest = (q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, is_causal, window_size_left, window_size_right)

@@ -32,7 +32,7 @@ SOFTPLUS, SOFTPLUS_BACKWARD = 3, 3
 
 
 def _options(call: Call) -> tuple[int, int, int]:
-    """For an element of u: operations and library functions other than those of its states, and the number of
+    """For an element of u: the operations and the library functions besides those of its states, and the number of
     states."""
     has_z, softplus = call.argument("z") is not None, bool(call.argument("softplus"))
     each = 1 + 2 * (call.argument("D") is not None) + (SILU + 1) * has_z
@@ -131,7 +131,7 @@ def selective_scan_fn(
     """Raises NotImplementedError for complex states, and for B or C that do not depend on the input."""
     if A.is_complex() or B.ndim == 2 or C.ndim == 2:
         raise NotImplementedError("flopmeter's shim of mamba_ssm has real states, and B and C that depend on the input")
-    out: Tensor = _SelectiveScan.apply(u, delta, A, B, C, D, z, delta_bias, delta_softplus)  # type: ignore[no-untyped-call]
+    out: Tensor = _SelectiveScan.apply(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
     return (out, u.new_empty(*u.shape[:2], A.shape[1])) if return_last_state else out
 
 

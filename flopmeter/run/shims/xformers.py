@@ -75,7 +75,7 @@ class BlockDiagonalMask(AttentionBias):
 
     @classmethod
     def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[BlockDiagonalMask, Tensor]:
-        """Also the tensors, each [batch, length, ...], end to end."""
+        """A mask for the tensors, each [batch, length, ...], and the tensors end to end."""
         mask = cls([each.shape[1] for each in tensors for _ in range(each.shape[0])])
         mask._batch_sizes = [each.shape[0] for each in tensors]
         return mask, torch.cat([each.reshape(1, -1, *each.shape[2:]) for each in tensors], dim=1)
@@ -109,7 +109,7 @@ class BlockDiagonalMask(AttentionBias):
 
 
 class BlockDiagonalCausalMask(BlockDiagonalMask):
-    """The same, and a query sees the keys up to its own place."""
+    """A block-diagonal mask under which a query sees the keys up to its own place."""
 
     is_causal = True
 
@@ -234,8 +234,7 @@ class PackedSwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.w12(x).chunk(2, -1)
-        out: Tensor = self.w3(F.silu(gate) * value)
-        return out
+        return self.w3(F.silu(gate) * value)
 
 
 class XformersRMSNorm(nn.Module):

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from flopmeter.costs.access import HALVES
-from flopmeter.costs.contractions.attention import attention
+from flopmeter.costs.contractions.attention import attention, attention_backward
 from flopmeter.costs.traffic import as_regions
 from flopmeter.known_values.entry_points import note_assumption, open_ones
 from flopmeter.known_values.values import no_modes
-from flopmeter.records import Call, Cost, Region
-from flopmeter.run.shims.flash_attn.refusals import refuse
-from flopmeter.run.shims.kernel import kernel, named
+from flopmeter.records import AttentionWork, Call, Cost, Region
+from flopmeter.records.work import AttentionBackend
+from flopmeter.run.shims.kernel import kernel, named, refuse
 from flopmeter.torch_names.operators import aten
 
 NO_WINDOW = (-1, -1)
@@ -65,7 +66,7 @@ def flash_attn_varlen_func(
     if block_table is None:
         lengths = (cu_seqlens_q, cu_seqlens_k, *longest)
         return _attend(q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, options)
-    refuse(options, *_NOT_OVER_CACHES)
+    refuse("flash_attn", options, _NOT_OVER_CACHES)
     note_assumption("packed sequences that are all as long as the longest", "flash_attn_varlen_func")
     return _over_cache(q, k, v, cu_seqlens_q, block_table, None, None, *longest, causal, list(window_size))
 
@@ -122,15 +123,12 @@ def cached_attention(
     **options: Any,
 ) -> Tensor:
     """`flash_attn_with_kvcache` as a call of this operator, which has the kernel's price."""
-    refuse({"rotary_cos": rotary_cos, **options}, *_NOT_OVER_CACHES)
+    refuse("flash_attn", {"rotary_cos": rotary_cos, **options}, _NOT_OVER_CACHES)
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     keys = min(_mean(cache_seqlens, room) + (0 if k is None else k.shape[1]), room)
-    out: Tensor = operator(
-        q, k_cache, v_cache, cache_seqlens, block_table, k, v, q.shape[1], keys, causal, list(window_size)
-    )
-    return out
+    return operator(q, k_cache, v_cache, cache_seqlens, block_table, k, v, q.shape[1], keys, causal, list(window_size))
 
 
 def _attend(
@@ -144,8 +142,9 @@ def _attend(
     window: Sequence[int],
     options: dict[str, Any],
 ) -> Any:
-    """With return_attn_probs also the logarithms of the sums, and no weights: these need dropout."""
-    refuse(options, *_NOT_TORCHS, *(["return_attn_probs"] if dropout else []))
+    """Runs torch's call of the library. With return_attn_probs it also returns the row sums' logarithms; the weights,
+    which would need dropout, are None."""
+    refuse("flash_attn", options, (*_NOT_TORCHS, "return_attn_probs") if dropout else _NOT_TORCHS)
     if q.dtype not in HALVES:
         raise RuntimeError(f"FlashAttention only supports fp16 and bf16 data type, not {q.dtype}")
     left, right = window
@@ -168,15 +167,40 @@ def _mean(lengths: Tensor | None, room: int) -> int:
         return -int(-known.values.read(lengths).sum() // lengths.numel())
 
 
+def forward_cost(call: Call, library: AttentionBackend) -> Cost:
+    """The price of torch's own call of FlashAttention-2 with the same arguments, by the kernels of that library."""
+    return by_library(call, attention(_as_call_of(aten._flash_attention_forward.default, call)), library)
+
+
+def backward_cost(call: Call, library: AttentionBackend) -> Cost:
+    return by_library(call, attention_backward(_as_call_of(aten._flash_attention_backward.default, call)), library)
+
+
+def _as_call_of(operator: OpOverload, call: Call) -> Call:
+    has, takes = ([argument.name for argument in func._schema.arguments] for func in (call.func, operator))
+    return replace(call, func=operator, args=(), kwargs={name: call.argument(name) for name in takes if name in has})
+
+
+def by_library(call: Call, cost: Cost, library: AttentionBackend) -> Cost:
+    assert isinstance(cost.work, AttentionWork)
+    return replace(cost, name=call.name, work=cost.work._replace(backend=library))
+
+
+def row_sums(query: Tensor) -> Tensor:
+    """Memory for the logarithm of each row's sum of exponentials: [batch, heads, length], or [heads, tokens]."""
+    *rows, heads, _ = query.shape
+    return query.new_empty((*rows[:-1], heads, rows[-1]), dtype=torch.float32)
+
+
 def cache_cost(call: Call) -> Cost:
     """The library's price over this many keys. What these sequences hold is read, and what is new is written."""
     query, key, value, pages = (call.argument(name) for name in ("query", "key", "value", "block_table"))
     news = [new for name in ("new_key", "new_value") if (new := call.argument(name)) is not None]
     longest, (left, right) = call.argument("max_k"), call.argument("window_size")
-    kwargs = {name: call.argument(name) for name in ("query", "key", "value", "max_q", "max_k", "is_causal")}
     # With a tensor of where sequences begin, whichever it is, the library's price goes by max_q and max_k.
-    kwargs |= {"cum_seq_q": query, "window_size_left": left, "window_size_right": right}
-    cost = attention(Call(aten._flash_attention_forward.default, (), kwargs, call.inputs, call.outputs))
+    packed = {"cum_seq_q": query, "window_size_left": left, "window_size_right": right}
+    alike = _as_call_of(aten._flash_attention_forward.default, call)
+    cost = attention(replace(alike, kwargs={**alike.kwargs, **packed}))
     seen = longest if left < 0 else min(longest, left + call.argument("max_q"))
     tokens = (query if pages is None else pages).shape[0] * seen
     held = [Region(each, min(each.nbytes, tokens * each.nbytes // prod(each.shape[:2]))) for each in (key, value)]
@@ -229,7 +253,7 @@ class FlashSelfAttention(torch.nn.Module):
 
 
 class FlashCrossAttention(FlashSelfAttention):
-    """The same, of q and packed k and v."""
+    """Attention of q over k and v packed in one tensor, with the options of FlashSelfAttention."""
 
     def forward(  # type: ignore[override]
         self,

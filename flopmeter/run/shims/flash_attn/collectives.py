@@ -42,13 +42,13 @@ class _Through(torch.autograd.Function):
 
 
 def all_gather(input_: Tensor, process_group: Any) -> Any:
-    return _Through.apply(input_, all_gather_raw, reduce_scatter_raw, process_group)  # type: ignore[no-untyped-call]
+    return _Through.apply(input_, all_gather_raw, reduce_scatter_raw, process_group)
 
 
 def reduce_scatter(input_: Tensor, process_group: Any) -> Any:
-    return _Through.apply(input_, reduce_scatter_raw, all_gather_raw, process_group)  # type: ignore[no-untyped-call]
+    return _Through.apply(input_, reduce_scatter_raw, all_gather_raw, process_group)
 
 
 def all_reduce(input_: Tensor, process_group: Any) -> Any:
     """Each rank goes on with the sum, so the gradient of its part is the sum's gradient."""
-    return _Through.apply(input_, all_reduce_raw, None, process_group)  # type: ignore[no-untyped-call]
+    return _Through.apply(input_, all_reduce_raw, None, process_group)

@@ -12,20 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from flopmeter.costs.access import HALVES
-from flopmeter.costs.contractions.attention import attention, attention_backward
-from flopmeter.records import AttentionWork, Call, Cost
+from flopmeter.records import AttentionBackend, Call, Cost
+from flopmeter.run.shims.flash_attn.attention import backward_cost, forward_cost, row_sums
 from flopmeter.run.shims.kernel import kernel
-from flopmeter.torch_names.operators import aten
 from flopmeter.torch_names.private import FLASH_IMPLEMENTATIONS, FLASH_KERNELS, FLASH_REGISTRY, lost
 
-_LIKE = (
-    "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal", "window_size_left",
-    "window_size_right",
-)  # fmt: skip
-_OF_BACKWARD = ("grad_out", "out", "logsumexp")
+BACKEND: AttentionBackend = "flash_3"  # by the instructions of the device, not of Ampere
 _GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
 
 
@@ -56,12 +50,6 @@ def kernels_of(library: str) -> LibraryKernels:
     return LibraryKernels(forward, into, backward)
 
 
-def priced_as_newest(call: Call, cost: Cost) -> Cost:
-    """FlashAttention-2's cost, by the newer library's kernels."""
-    assert isinstance(cost.work, AttentionWork)
-    return replace(cost, name=call.name.removesuffix("_into"), work=cost.work._replace(backend="flash_3"))
-
-
 def check_dtype(query: Tensor) -> None:
     if query.dtype not in HALVES:
         raise NotImplementedError(f"flopmeter's shim of FlashAttention-3 and -4 takes fp16 and bf16, not {query.dtype}")
@@ -85,17 +73,11 @@ def restore_torchs_attention() -> None:
 
 
 def _cost(call: Call) -> Cost:
-    return _priced_as(call, attention, aten._flash_attention_forward.default, _LIKE)
+    return forward_cost(call, BACKEND)
 
 
 def _backward_cost(call: Call) -> Cost:
-    return _priced_as(call, attention_backward, aten._flash_attention_backward.default, (*_OF_BACKWARD, *_LIKE))
-
-
-def _priced_as(call: Call, rule: Callable[[Call], Cost], twin: OpOverload, names: Sequence[str]) -> Cost:
-    """The price of torch's own call of FlashAttention-2, by the newer library's kernels. `names`: of its arguments."""
-    like = replace(call, func=twin, args=(), kwargs={name: call.argument(name) for name in names})
-    return priced_as_newest(call, rule(like))
+    return backward_cost(call, BACKEND)
 
 
 def _into(cost: Callable[[Call], Cost], *written: str) -> Callable[[Call], Cost]:
@@ -104,7 +86,8 @@ def _into(cost: Callable[[Call], Cost], *written: str) -> Callable[[Call], Cost]
     def of_call(call: Call) -> Cost:
         results = tuple(call.argument(name) for name in written)
         read = tuple(spec for spec in call.inputs if spec not in results)
-        return cost(replace(call, inputs=read, outputs=(*results, *call.outputs)))
+        made = cost(replace(call, inputs=read, outputs=(*results, *call.outputs)))
+        return replace(made, name=made.name.removesuffix("_into"))
 
     return of_call
 
@@ -121,7 +104,7 @@ def _forward(
     window_size_left: int,
     window_size_right: int,
 ) -> tuple[Tensor, Tensor]:
-    return query.new_empty((*query.shape[:-1], value.shape[-1])), _sums(query)
+    return query.new_empty((*query.shape[:-1], value.shape[-1])), row_sums(query)
 
 
 def _forward_into(
@@ -137,12 +120,7 @@ def _forward_into(
     window_size_left: int,
     window_size_right: int,
 ) -> Tensor:
-    return _sums(query)
-
-
-def _sums(query: Tensor) -> Tensor:
-    *rows, heads, _ = query.shape
-    return query.new_empty((*rows[:-1], heads, rows[-1]), dtype=torch.float32)
+    return row_sums(query)
 
 
 def _backward_into(

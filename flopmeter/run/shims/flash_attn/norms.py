@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flopmeter.run.shims.flash_attn.refusals import refuse
+from flopmeter.run.shims.kernel import refuse
 
 
 def layer_norm_fn(
@@ -26,7 +26,7 @@ def layer_norm_fn(
     **options: Any,
 ) -> Any:
     """The residual is added by a kernel of its own, where flash-attn's does both."""
-    refuse(options, "x1", "weight1", "bias1", "rowscale")
+    refuse("flash_attn", options, ("x1", "weight1", "bias1", "rowscale"))
     x = F.dropout(x, dropout_p) if dropout_p else x
     total = x if residual is None else x + residual
     total = total.float() if residual_in_fp32 else total
@@ -62,7 +62,8 @@ def dropout_add_layer_norm(
     layerscale: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    refuse({"rowscale": rowscale, "layerscale": layerscale, **options}, "rowscale", "layerscale", "return_dropout_mask")
+    refuse("flash_attn", {"rowscale": rowscale, "layerscale": layerscale})
+    refuse("flash_attn", options, ("return_dropout_mask",))
     return layer_norm_fn(x0, weight, bias, residual, eps=epsilon, dropout_p=dropout_p, **options)
 
 
@@ -90,7 +91,7 @@ def cross_entropy_loss(
     process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The losses of the rows, and the parts of them that keep the sums small."""
-    refuse({"process_group": process_group}, "process_group")
+    refuse("flash_attn", {"process_group": process_group})
     scaled = logits * logit_scale if logit_scale != 1.0 else logits
     losses = F.cross_entropy(
         scaled.float(), labels, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing
@@ -136,7 +137,7 @@ def fused_dense_func(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, return_residual: bool = False, process_group: Any = None,
     sequence_parallel: bool = True,
 ) -> Any:  # fmt: skip
-    refuse({"process_group": process_group}, "process_group")
+    refuse("flash_attn", {"process_group": process_group})
     out = F.linear(x, weight, bias)
     return (out, x) if return_residual else out
 

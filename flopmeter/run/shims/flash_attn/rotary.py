@@ -9,8 +9,7 @@ from torch import Tensor
 
 from flopmeter.costs import make_cost
 from flopmeter.records import Call, Cost
-from flopmeter.run.shims.flash_attn.refusals import refuse
-from flopmeter.run.shims.kernel import kernel
+from flopmeter.run.shims.kernel import kernel, refuse
 
 
 def _rotary_cost(call: Call) -> Cost:
@@ -44,8 +43,8 @@ def apply_rotary_emb(
     Raises NotImplementedError for sequences packed into one, and for an offset for each.
     """
     _refuse_lengths(options.get("seqlen_offsets", 0))
-    refuse(options, "cu_seqlens")
-    out = _rotate_whole(x, cos, sin)
+    refuse("flash_attn", options, ("cu_seqlens",))
+    out = _Rotary.apply(x, cos, sin)
     return x.copy_(out) if inplace and not torch.is_grad_enabled() else out
 
 
@@ -56,22 +55,14 @@ class _RotaryWithin(torch.autograd.Function):
     def forward(ctx: Any, packed: Tensor, part: slice, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.part = part
         ctx.save_for_backward(cos, sin)
-        _rotate_whole(packed[:, :, part].flatten(2, -2), cos, sin)
+        _Rotary.apply(packed[:, :, part].flatten(2, -2), cos, sin)
         ctx.mark_dirty(packed)
         return packed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        _rotate_whole(grad[:, :, ctx.part].flatten(2, -2), *ctx.saved_tensors)
+        _Rotary.apply(grad[:, :, ctx.part].flatten(2, -2), *ctx.saved_tensors)
         return grad, None, None, None
-
-
-def _rotate_whole(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-
-
-def _rotate_within(packed: Tensor, part: slice, cos: Any, sin: Any) -> Tensor:
-    return _RotaryWithin.apply(packed, part, cos, sin)  # type: ignore[no-untyped-call]
 
 
 def apply_rotary_emb_qkv_(
@@ -88,13 +79,13 @@ def apply_rotary_emb_qkv_(
     length, heads of q, k and v, head size]. With tables of its own k is rotated by a kernel of its own."""
     _refuse_lengths(seqlen_offsets)
     if qkv.ndim == 5 and cos_k is None:
-        return _rotate_within(qkv, slice(0, 2), cos, sin)
+        return _RotaryWithin.apply(qkv, slice(0, 2), cos, sin)
     if qkv.ndim == 5:
-        return _rotate_within(_rotate_within(qkv, slice(0, 1), cos, sin), slice(1, 2), cos_k, sin_k)
+        return _RotaryWithin.apply(_RotaryWithin.apply(qkv, slice(0, 1), cos, sin), slice(1, 2), cos_k, sin_k)
     if num_heads_q is None:
         raise ValueError("qkv of four dimensions needs num_heads_q")
     of_keys = (qkv.shape[2] - num_heads_q) // 2
-    return _rotate_within(qkv, slice(0, num_heads_q + of_keys), cos, sin)
+    return _RotaryWithin.apply(qkv, slice(0, num_heads_q + of_keys), cos, sin)
 
 
 def apply_rotary_emb_kv_(
@@ -102,7 +93,7 @@ def apply_rotary_emb_kv_(
 ) -> Tensor:
     """In place, of k: `kv` is [batch, length, 2, heads, head size]."""
     _refuse_lengths(seqlen_offsets)
-    return _rotate_within(kv, slice(0, 1), cos, sin)
+    return _RotaryWithin.apply(kv, slice(0, 1), cos, sin)
 
 
 def apply_rotary(
@@ -117,7 +108,7 @@ def apply_rotary(
 def _refuse_lengths(offsets: int | Tensor) -> None:
     """Refuses an offset for each sequence. One for all only moves the table rows that are read, and is free."""
     if isinstance(offsets, Tensor):
-        refuse({"seqlen_offsets": offsets}, "seqlen_offsets")
+        refuse("flash_attn", {"seqlen_offsets": offsets})
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -136,7 +127,7 @@ class RotaryEmbedding(torch.nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
-        refuse({"scale_base": scale_base}, "scale_base")
+        refuse("flash_attn", {"scale_base": scale_base})
         self.dim, self.base, self.interleaved, self.pos_idx_in_fp32 = dim, base, interleaved, pos_idx_in_fp32
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         self.scale_base = self.scale = None
@@ -157,10 +148,10 @@ class RotaryEmbedding(torch.nn.Module):
         self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int = 0, max_seqlen: int | None = None, **rest: Any
     ) -> Any:
         """`qkv` is [batch, length, 3, heads, head size], or q without the 3, and `kv` has 2 there."""
-        refuse({"seqlen_offset": seqlen_offset, **rest}, "seqlen_offset", "cu_seqlens", "num_heads_q")
+        refuse("flash_attn", {"seqlen_offset": seqlen_offset, **rest}, ("seqlen_offset", "cu_seqlens", "num_heads_q"))
         self._update_cos_sin_cache(max_seqlen or qkv.shape[1], qkv.device, qkv.dtype)
         tables = self._cos_cached, self._sin_cached
         if kv is None:
-            return _rotate_within(qkv, slice(0, 2), *tables)
+            return _RotaryWithin.apply(qkv, slice(0, 2), *tables)
         rotated = apply_rotary_emb(qkv, *tables, interleaved=self.interleaved)  # type: ignore[arg-type]
-        return rotated, _rotate_within(kv, slice(0, 1), *tables)
+        return rotated, _RotaryWithin.apply(kv, slice(0, 1), *tables)

@@ -46,20 +46,11 @@ _LAYERS = {
 _ATTENTION = named(attention.DotProductAttention, multihead.MultiheadAttention, rotary.RotaryPositionEmbedding)
 _ROTARY = named(rotary.apply_rotary_pos_emb, rotary.RotaryPositionEmbedding)
 _PRECISION = {
-    **named(
-        state.autocast, state.fp8_autocast, state.quantized_model_init, state.get_default_recipe,
-        state.is_fp8_available, state.is_mxfp8_available, state.is_fp8_block_scaling_available,
-        state.is_nvfp4_available,
-    ),
-    "fp8_model_init": state.fp8_model_init,
-}  # fmt: skip
-_STATE = {
-    **_PRECISION,
-    **named(
-        state.FP8GlobalStateManager, state.check_fp8_support, state.check_mxfp8_support,
-        state.check_fp8_block_scaling_support, state.check_nvfp4_support,
-    ),
-}  # fmt: skip
+    **named(state.autocast, state.fp8_autocast, state.quantized_model_init, state.get_default_recipe),
+    **state.IS_AVAILABLE,
+    "fp8_model_init": state.quantized_model_init,
+}
+_STATE = {**_PRECISION, **state.CHECKS, **named(state.FP8GlobalStateManager)}
 _ROUTING = named(
     routing.moe_permute, routing.moe_permute_with_probs, routing.moe_unpermute, routing.moe_sort_chunks_by_index,
     routing.moe_sort_chunks_by_index_with_probs,
@@ -75,11 +66,11 @@ class QuantizedTensor:
 
 
 class Float8Tensor(QuantizedTensor):
-    """With one scale."""
+    """A weight in fp8 with one scale."""
 
 
 class MXFP8Tensor(QuantizedTensor):
-    """With a scale for each block of 32."""
+    """A weight in fp8 with a scale for each block of 32."""
 
 
 # Programs name them, whether they use them or not.

@@ -55,7 +55,8 @@ def _forward_cost(call: Call) -> Cost:
 def _activation(
     x: Tensor, name: str, scale: Tensor | None, scheme: str, dtype: torch.dtype, columns: bool, finds_largest: bool
 ) -> list[Tensor]:
-    """Of [M, N], or of a gated one [M, 2N]. `scheme`: none, "one" scale, or "mx" blocks of both directions."""
+    """The activation of [M, N], or of a gated [M, 2N]. `scheme` of the cast: "" for none, "one" scale, or "mx" for
+    blocks in both directions."""
     out = x[:, : x.shape[1] // 2] if is_gated(name) else x
     if scheme == "mx":
         return (
@@ -79,7 +80,7 @@ def _backward_cost(call: Call) -> Cost | tuple[Cost, ...]:
 def _activation_gradient(
     gradient: Tensor, x: Tensor, name: str, scale: Tensor | None, scheme: str, dtype: torch.dtype, columns: bool
 ) -> list[Tensor]:
-    """Of x; where it is cast, also the sum over rows, which is the gradient of a bias."""
+    """The gradient of x. If it is cast, also its sum over rows, which is the gradient of a bias."""
     if scheme == "mx":
         made = casts.in_blocks(x, x.shape, scheme, dtype) + casts.in_blocks(x, x.shape[::-1], scheme, dtype) * columns
     else:
@@ -88,7 +89,7 @@ def _activation_gradient(
 
 
 def activated(x: Tensor, name: str, caster: Caster | None, columns: bool) -> MatmulOperand:
-    """For the product that follows."""
+    """The activations as the operand of the next product."""
     if caster is None:
         return MatmulOperand(_activation(x, name, None, "", x.dtype, False, False)[0])
     if caster.recipe.mxfp8():
@@ -110,7 +111,8 @@ def _with_known_scale(x: Tensor, name: str, caster: Caster, copies: bool) -> Mat
 def activation_gradient(
     gradient: Tensor, x: Tensor, name: str, caster: Caster | None, columns: bool
 ) -> tuple[MatmulOperand, Tensor | None]:
-    """As the products that follow read it, and the gradient of the bias before, which low precision always makes."""
+    """The gradient of x as the operand of the products that follow, and the gradient of the bias before the activation.
+    Low precision always makes the latter."""
     recipe = None if caster is None else caster.recipe
     if caster is not None and recipe is not None and (recipe.delayed() or recipe.mxfp8()) and not is_gated(name):
         return _gradient_and_cast(gradient, x, name, caster, columns)

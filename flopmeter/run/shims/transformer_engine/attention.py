@@ -4,65 +4,49 @@ before, as the package chooses where both are installed; NVTE_FUSED_ATTN and NVT
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
-from flopmeter.costs.contractions.attention import attention, attention_backward
 from flopmeter.known_values.entry_points import note_assumption
-from flopmeter.records import AttentionWork, Call, Cost
+from flopmeter.records import Call, Cost
+from flopmeter.run.shims.flash_attn.attention import backward_cost, forward_cost, row_sums
 from flopmeter.run.shims.kernel import kernel
-from flopmeter.run.shims.transformer_engine.base import refuse
+from flopmeter.run.shims.transformer_engine.base import SavesNoScales, refuse, share_storage
 from flopmeter.run.shims.transformer_engine.parallel import size_of
 from flopmeter.run.shims.transformer_engine.recompute import checkpoint
-from flopmeter.torch_names.operators import aten
 
-_LIKE = (
-    "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "window_size_left",
-    "window_size_right",
-)  # fmt: skip
 MASKS = ("no_mask", "causal", "padding", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
 
 
-def _priced_as(call: Call, rule: Callable[[Call], Cost], twin: OpOverload) -> Cost:
-    """The price of torch's call of FlashAttention-2 with the same arguments, by the chosen library's kernels."""
-    cost = rule(replace(call, func=twin, args=(), kwargs={name: call.argument(name) for name in _LIKE}))
-    assert isinstance(cost.work, AttentionWork)
-    return replace(cost, name=call.name, work=cost.work._replace(backend=call.argument("library")))
-
-
-@kernel("te_attention", lambda call: _priced_as(call, attention, aten._flash_attention_forward.default))
+@kernel("te_attention", lambda call: forward_cost(call, call.argument("library")))
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
     max_k: int, dropout_p: float, is_causal: bool, window_size_left: int, window_size_right: int, library: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[batch, length, heads, head size], or [tokens, heads, head size]: the result, which lies as q does, and the
     logarithms of the sums."""
-    *rows, heads, depth = query.shape
-    sums = query.new_empty((*rows[:-1], heads, rows[-1]), dtype=torch.float32)
     wide = value.shape[-1]
-    return torch.empty_like(query) if wide == depth else query.new_empty((*rows, heads, wide)), sums
+    out = torch.empty_like(query) if wide == query.shape[-1] else query.new_empty((*query.shape[:-1], wide))
+    return out, row_sums(query)
 
 
 def _backward_cost(call: Call) -> Cost:
     gradients = tuple(call.argument(f"of_{name}") for name in ("query", "key", "value"))
     read = tuple(spec for spec in call.inputs if spec not in gradients)
-    only_written = replace(call, inputs=read, outputs=gradients)
-    return _priced_as(only_written, attention_backward, aten._flash_attention_backward.default)
+    return backward_cost(replace(call, inputs=read, outputs=gradients), call.argument("library"))
 
 
 @kernel("te_attention_backward", _backward_cost, mutates=("of_query", "of_key", "of_value"))
 def _backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, of_query: Tensor,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, of_query: Tensor,
     of_key: Tensor, of_value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int,
     dropout_p: float, is_causal: bool, window_size_left: int, window_size_right: int, library: str,
 ) -> None:  # fmt: skip
-    """Gradients are written where q, k and v lie in one tensor to places of one, too."""
+    """Writes the gradients into given tensors, which lie in one storage if q, k and v do."""
 
 
 class _AttentionCall(NamedTuple):
@@ -77,20 +61,13 @@ class _AttentionCall(NamedTuple):
 
 class _FusedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        starts: Tensor | None,
-        key_starts: Tensor | None,
-        how: _AttentionCall,
-    ) -> Tensor:
-        out, sums = _forward(query, key, value, starts, key_starts, *how)
-        ctx.save_for_backward(query, key, value, starts, key_starts, out, sums)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, how = inputs  # query, key, value, and where the sequences of both begin
+        out: Tensor
+        out, sums = _forward(*tensors, *how)
+        ctx.save_for_backward(*tensors, out, sums)
         ctx.how = how
-        result: Tensor = out
-        return result
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -101,12 +78,11 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _places(*tensors: Tensor) -> list[Tensor]:
-    """For gradients: as the tensors lie, in one storage if they share one."""
-    whole = tensors[0].untyped_storage()
-    shared = all(each.untyped_storage()._cdata == whole._cdata for each in tensors)
-    if not shared or sum(each.numel() for each in tensors) * tensors[0].element_size() != whole.nbytes():
+    """Memory for the gradients, laid out as the tensors are: in one storage if they share one."""
+    elements = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
+    if not share_storage(tensors) or sum(each.numel() for each in tensors) != elements:
         return [torch.empty_like(each) for each in tensors]
-    storage = tensors[0].new_empty(whole.nbytes() // tensors[0].element_size())
+    storage = tensors[0].new_empty(elements)
     return [storage.as_strided(each.shape, each.stride(), each.storage_offset()) for each in tensors]
 
 
@@ -123,16 +99,11 @@ class SplitAlongDim(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         shape, strides, offset = ctx.like
-        first = gradients[0].untyped_storage()
-        is_one = all(each.untyped_storage()._cdata == first._cdata for each in gradients)
-        if is_one and first.nbytes() == shape.numel() * gradients[0].element_size():
+        whole = gradients[0].untyped_storage().nbytes()
+        if share_storage(gradients) and whole == shape.numel() * gradients[0].element_size():
             return gradients[0].as_strided(shape, strides, offset), None, None, None
         parts = [each.unsqueeze(ctx.dim) for each in gradients] if ctx.squeeze else list(gradients)
         return torch.cat(parts, dim=ctx.dim), None, None, None
-
-
-def split_along(x: Tensor, dim: int, sizes: tuple[int, ...]) -> Any:
-    return SplitAlongDim.apply(x, dim, sizes)  # type: ignore[no-untyped-call]
 
 
 def _library() -> str:
@@ -143,7 +114,7 @@ def _library() -> str:
     return "cudnn" if fused and (is_new or not flash) else "flash"
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(SavesNoScales):
     """transformer_engine.pytorch.DotProductAttention."""
 
     def __init__(
@@ -160,11 +131,8 @@ class DotProductAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        refuse(
-            {**options, "softmax_type": options.get("softmax_type", "vanilla") != "vanilla"},
-            "softmax_type",
-            "return_max_logit",
-        )
+        refuse({"softmax_type": options.get("softmax_type", "vanilla") != "vanilla"})
+        refuse(options, ("return_max_logit",))
         self.num_attention_heads, self.attention_dropout = num_attention_heads, attention_dropout
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
@@ -181,12 +149,6 @@ class DotProductAttention(nn.Module):
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Heads are of this rank already."""
-
-    def get_extra_state(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        """Saved scales do not matter."""
 
     def forward(
         self,
@@ -207,7 +169,7 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         biased = {"core_attention_bias": core_attention_bias_type != "no_bias"}
         given = {**options, **biased, "alibi_slopes": options.get("alibi_slopes") is not None}
-        refuse(given, "core_attention_bias", "alibi_slopes", "inference_params", "fp8_output", "num_splits")
+        refuse(given, ("core_attention_bias", "alibi_slopes", "inference_params", "fp8_output", "num_splits"))
         layout, mask = qkv_format or self.qkv_format, (attn_mask_type or self.attn_mask_type).replace(",", "_")
         tensors = [each.transpose(0, 1) if layout == "sbhd" else each for each in (query_layer, key_layer, value_layer)]
         attend: Any = self._attend if mask != "arbitrary" and _library() != "none" else self._attend_by_parts
@@ -238,7 +200,7 @@ class DotProductAttention(nn.Module):
         how = _AttentionCall(
             max_q, max_k, self._dropout, "causal" in kind, left, -1 if "causal" in kind else right, _library()
         )
-        return _FusedAttention.apply(query, key, value, starts, key_starts, how)  # type: ignore[no-untyped-call]
+        return _FusedAttention.apply(query, key, value, starts, key_starts, how)
 
     def _attend_by_parts(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, starts: Any, *rest: Any) -> Tensor:
         """Scores, their softmax and the sum of values, each by kernels of its own."""
@@ -259,7 +221,7 @@ class DotProductAttention(nn.Module):
 
 
 def _longest(starts: Tensor | None, given: int | None, x: Tensor) -> int:
-    """Of packed sequences, which the host asks for where the program does not tell."""
+    """The longest of packed sequences. If the program does not give it, the host reads it from the device."""
     if starts is None:
         return x.shape[1]
     return int(given) if given is not None else int((starts[1:] - starts[:-1]).max().item())

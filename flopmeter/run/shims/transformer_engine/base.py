@@ -3,12 +3,15 @@ largest values."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flopmeter.run.shims import kernel
 from flopmeter.run.shims.transformer_engine.casts import MatmulOperand
 from flopmeter.run.shims.transformer_engine.parallel import WeightSplit, size_of
 from flopmeter.run.shims.transformer_engine.quantizing import Caster
@@ -19,17 +22,23 @@ SPREAD = 0.023  # of weights, where no init_method is given (pytorch/utils.py, g
 INPUTS, GRADIENTS = 3, 2  # tensors of a product that delayed scaling keeps histories of: input, weight, output
 
 
-def refuse(options: dict[str, Any], *names: str) -> None:
-    """Options that the shim does not have."""
-    for name in names:
-        if options.get(name):
-            raise NotImplementedError(f"flopmeter's shim of transformer_engine has no {name}: leave it out")
+refuse = partial(kernel.refuse, "transformer_engine")
 
 
-class EngineLayer(nn.Module):
+class SavesNoScales(nn.Module):
+    """A module whose checkpoints hold no scales of fp8: those of a metered run do not matter."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+class EngineLayer(SavesNoScales):
     """transformer_engine.pytorch.module.base.TransformerEngineBaseModule."""
 
     products = 1  # matmuls forward
+    return_bias = return_layernorm_output = False
 
     def __init__(
         self,
@@ -48,7 +57,7 @@ class EngineLayer(nn.Module):
     ) -> None:
         super().__init__()
         overlaps = [name for name in options if name.startswith("ub_")]
-        refuse(options, *overlaps, "delay_wgrad_compute", "symmetric_ar_type", "save_original_input")
+        refuse(options, [*overlaps, "delay_wgrad_compute", "symmetric_ar_type", "save_original_input"])
         self.tp_group, self.tp_size = tp_group, tp_size if tp_group is None else size_of(tp_group)
         self.parallel_mode, self.ub_name = parallel_mode, ub_name
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
@@ -67,14 +76,14 @@ class EngineLayer(nn.Module):
 
     @property
     def adds_bias_later(self) -> bool:
-        """After the sum over ranks, in a kernel of its own."""
+        """Whether the bias is added in a kernel of its own, after the sum over ranks."""
         return self.parallel_mode == "row"
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         self.tp_group = tp_group
 
     def share(self, features: int, is_split: bool = True) -> int:
-        """How many of them a rank has."""
+        """How many of the features this rank has."""
         if not is_split:
             return features
         if features % self.tp_size:
@@ -155,7 +164,7 @@ class EngineLayer(nn.Module):
         biases = [getattr(self, f"{prefix}bias") for prefix in self._prefixes]
         if len(weights) == 1:
             return weights[0], biases[0]
-        return _joined(weights), None if biases[0] is None else _joined(biases)
+        return _Join.apply(*weights), None if biases[0] is None else _Join.apply(*biases)
 
     def norm(self, dtype: torch.dtype, prefix: str = "layer_norm") -> tuple[Tensor | None, Tensor | None]:
         weight, bias = (getattr(self, f"{prefix}_{name}", None) for name in ("weight", "bias"))
@@ -163,8 +172,14 @@ class EngineLayer(nn.Module):
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def activation_dtype(self, x: Tensor) -> torch.dtype:
-        return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    def result(self, out: Tensor, bias: Tensor | None, normed: Tensor | None) -> Any:
+        """The output alone, or a tuple with the bias and the normed input if the program asks for these."""
+        returned = [out]
+        if self.return_bias and bias is not None:
+            returned.append(bias.to(out.dtype))
+        if self.return_layernorm_output and normed is not None:
+            returned.append(normed)
+        return out if len(returned) == 1 else tuple(returned)
 
     def histories(self, recipe: DelayedScaling) -> tuple[History, History]:
         if self._histories is None:
@@ -176,7 +191,8 @@ class EngineLayer(nn.Module):
         return self._histories
 
     def will_run_backward(self, ctx: Any) -> None:
-        """Its gradients are the last of the region if it is the first of it."""
+        """Notes for the backward pass whether this layer is the first of its region, and so the last one to get its
+        gradients."""
         ctx.recipe, ctx.group = REGION.recipe, REGION.group
         ctx.is_last = ctx.call.is_training and isinstance(ctx.recipe, DelayedScaling) and REGION.begins()
 
@@ -202,12 +218,6 @@ class EngineLayer(nn.Module):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
         """Called where weight gradients are delayed, which they are not."""
 
-    def get_extra_state(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        """Saved scales do not matter."""
-
 
 class WeightUse:
     """A weight in one call of its layer."""
@@ -216,7 +226,8 @@ class WeightUse:
         self.layer, self.name, self.parameter, self._is_first = layer, name, parameter, is_first_microbatch
 
     def operand(self, weight: Tensor, caster: Caster | None, dtype: torch.dtype, columns: bool) -> MatmulOperand:
-        """Cast in each call, or for the first microbatch of several and kept. What runs again keeps columns, too."""
+        """The weight as an operand: cast in each call or, with several microbatches, in the first one and kept. Columns
+        are kept as well if the forward pass runs again."""
         if caster is None:
             return MatmulOperand(weight.to(dtype))
         columns = columns or REGION.runs_again
@@ -247,15 +258,19 @@ class WeightUse:
         return torch.empty_like(parameter)
 
 
+def share_storage(tensors: Sequence[Tensor]) -> bool:
+    return len({each.untyped_storage()._cdata for each in tensors}) == 1
+
+
 class _Join(torch.autograd.Function):
-    """Parameters that lie behind each other are one matrix, and so is their gradient: no kernels run."""
+    """Joins parameters that lie behind each other to one matrix without running a kernel, and splits its gradient."""
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
         ctx.sizes = [part.shape[0] for part in parts]
         first, rows = parts[0], sum(part.shape[0] for part in parts)
-        if any(part.untyped_storage()._cdata != first.untyped_storage()._cdata for part in parts):
-            return torch.cat(parts)  # moved since, each for itself
+        if not share_storage(parts):
+            return torch.cat(parts)  # each was moved by itself since
         return first.as_strided((rows, *first.shape[1:]), first.stride())
 
     @staticmethod
@@ -263,13 +278,8 @@ class _Join(torch.autograd.Function):
         return gradient.split(ctx.sizes)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    joined: Tensor = _Join.apply(*parts)  # type: ignore[no-untyped-call]
-    return joined
-
-
 def _split_along(parameter: Any, dimension: int) -> None:
-    """As Megatron-LM marks what each rank has a part of."""
+    """Marks a parameter of which each rank has a part, with Megatron-LM's attributes."""
     parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dimension, 1
 
 

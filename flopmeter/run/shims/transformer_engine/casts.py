@@ -8,6 +8,7 @@ reads a tensor with one scale both ways. Finer scales belong to a direction, so 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -25,8 +26,8 @@ MX_TILE = (128, 4)  # rows and scales a row to which tables of scales are padded
 
 
 class MatmulOperand(NamedTuple):
-    """A matrix as matmuls read it: rows [M, K] for a product over K, columns [K, M] for one over M. Without scales, in
-    16 or 32 bits, rows are all there is."""
+    """A matrix as matmuls read it: rows [M, K] for a product over K, columns [K, M] for a product over M. In 16 or 32
+    bits there are no scales, and no columns."""
 
     rows: Tensor | None
     row_scales: Tensor | None = None
@@ -38,8 +39,15 @@ class MatmulOperand(NamedTuple):
         return self.row_scales is not None or self.column_scales is not None
 
     def for_gradients(self) -> MatmulOperand:
-        """Without rows, which only the forward pass reads. (Those that are the columns too stay.)"""
+        """The operand without rows, which only the forward pass reads. (Where one tensor serves as rows and columns, it
+        stays as the columns.)"""
         return MatmulOperand(None, None, self.columns, self.column_scales) if self.is_scaled else self
+
+
+def operands_of(saved: Sequence[Tensor | None]) -> list[MatmulOperand]:
+    """The operands whose fields lie one after another in what a forward pass has saved."""
+    fields = len(MatmulOperand._fields)
+    return [MatmulOperand(*saved[at : at + fields]) for at in range(0, len(saved), fields)]
 
 
 def there(tensor: Tensor | None) -> Tensor:
@@ -144,6 +152,10 @@ def update_scales(largest: Tensor, histories: list[Tensor], scales: list[Tensor]
     """One kernel for all layers: the histories of largest values move on by one, and give the next scales."""
 
 
+def activation_dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+
+
 def flat(x: Tensor) -> Tensor:
-    """As a matrix of contiguous rows."""
+    """The tensor as a matrix of contiguous rows."""
     return x.reshape(-1, x.shape[-1]).contiguous()

@@ -13,11 +13,11 @@ from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, Matmul, Region,
 from flopmeter.run.shims.kernel import kernel
 from flopmeter.run.shims.transformer_engine import products
 from flopmeter.run.shims.transformer_engine.base import EngineLayer, WeightUse
-from flopmeter.run.shims.transformer_engine.casts import MatmulOperand, flat, packing
+from flopmeter.run.shims.transformer_engine.casts import MatmulOperand, activation_dtype, flat, operands_of, packing
 from flopmeter.run.shims.transformer_engine.parallel import WeightSplit
 from flopmeter.run.shims.transformer_engine.quantizing import Caster, caster_of
+from flopmeter.run.shims.transformer_engine.state import REGION
 
-_PARTS = 4  # tensors of an operand
 _MULTIPLE = {"one": 16, "mx": 32}  # rows of an expert (pytorch/module/fp8_padding.py)
 
 
@@ -54,7 +54,7 @@ class _Experts(NamedTuple):
     is_training: bool
 
     def operands(self, x: Tensor, role: Any, columns: bool, bias_gradient: bool = False) -> Any:
-        """Of each expert, and the gradients of the biases."""
+        """The operand of each expert, and the gradients of their biases."""
         parts = x.split(self.rows)
         if self.caster is None:
             return [MatmulOperand(part) for part in parts], [None] * len(parts)
@@ -83,8 +83,7 @@ def _multiplied(
         for scale in (left.row_scales, right.row_scales if transposes else right.column_scales)
         if scale is not None
     ]
-    out: Tensor = _grouped([each.rows for each in lefts], second, biases, tables, call.dtype)
-    return out
+    return _grouped([each.rows for each in lefts], second, biases, tables, call.dtype)
 
 
 class _Grouped(torch.autograd.Function):
@@ -108,7 +107,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         call, saved, count = ctx.call, ctx.saved_tensors, len(ctx.call.weights)
-        operands = [MatmulOperand(*saved[at : at + _PARTS]) for at in range(0, len(saved), _PARTS)]
+        operands = operands_of(saved)
         inputs, casts = operands[:count], operands[count:]
         needs_weights = ctx.needs_input_grad[2]
         gradients, added = call.operands(flat(gradient), "gradient", needs_weights, ctx.has_bias)
@@ -157,10 +156,10 @@ class GroupedLinear(EngineLayer):
         parameters = [getattr(self, name) for name in names]
         biases = [getattr(self, f"bias{at}") for at in range(self.num_gemms)] if self.use_bias else []
         given = [WeightUse(self, name, each, is_first_microbatch) for name, each in zip(names, parameters, strict=True)]
-        rows, dtype = [int(each) for each in m_splits], self.activation_dtype(x)
+        rows, dtype = [int(each) for each in m_splits], activation_dtype(x)
         call = _Experts(self, given, caster_of(self, WeightSplit()), rows, dtype, torch.is_grad_enabled())
         added = biases if self.apply_bias else []
-        out = _Grouped.apply(x, call, *parameters, *added)  # type: ignore[no-untyped-call]
+        out = _Grouped.apply(x, call, *parameters, *added)
         return (out, [bias.to(dtype) for bias in biases]) if self.return_bias else out
 
 
@@ -174,8 +173,7 @@ class _Padded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
         ctx.rows = x.shape[0]
-        padded: Tensor = _pad(x, rows)
-        return padded
+        return _pad(x, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -193,7 +191,7 @@ class Fp8Padding(nn.Module):
         padded = padded_rows(m_splits, self.align_size)
         if padded == list(m_splits):
             return inp, padded
-        return _Padded.apply(inp, sum(padded)), padded  # type: ignore[no-untyped-call]
+        return _Padded.apply(inp, sum(padded)), padded
 
 
 class Fp8Unpadding(Fp8Padding):
@@ -202,12 +200,10 @@ class Fp8Unpadding(Fp8Padding):
     def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:  # type: ignore[override]
         if padded_rows(m_splits, self.align_size) == list(m_splits):
             return inp
-        return _Padded.apply(inp, sum(m_splits))  # type: ignore[no-untyped-call]
+        return _Padded.apply(inp, sum(m_splits))
 
 
 def padded_rows(rows: list[int], multiple: int | None) -> list[int]:
-    from flopmeter.run.shims.transformer_engine.state import REGION
-
     recipe = REGION.recipe
     multiple = multiple or _MULTIPLE["mx" if recipe is not None and (recipe.mxfp8() or recipe.nvfp4()) else "one"]
     return [-(-each // multiple) * multiple for each in rows]

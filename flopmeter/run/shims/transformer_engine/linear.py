@@ -3,14 +3,15 @@ input and weight, one product; backward the gradient's cast and two products. Sp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flopmeter.run.shims.transformer_engine import norms, products
-from flopmeter.run.shims.transformer_engine.base import EngineLayer, WeightUse
-from flopmeter.run.shims.transformer_engine.casts import MatmulOperand, flat, there
+from flopmeter.run.shims.transformer_engine.base import EngineLayer, WeightUse, refuse
+from flopmeter.run.shims.transformer_engine.casts import MatmulOperand, activation_dtype, flat, operands_of, there
 from flopmeter.run.shims.transformer_engine.parallel import WeightSplit, gathered, summed, wait
 from flopmeter.run.shims.transformer_engine.quantizing import Caster, caster_of, check_shapes
 
@@ -90,20 +91,31 @@ def output_of(call: LayerCall, x: MatmulOperand, weight: MatmulOperand, bias: Te
 
 
 def input_gradient_of(call: LayerCall, gradient: MatmulOperand, weight: MatmulOperand) -> tuple[Tensor, Any]:
-    """And what to wait for: the sum over ranks runs beside the weight's gradient."""
+    """The gradient of the input, and the collective to wait for: the sum over ranks runs beside the weight's
+    gradient."""
     of_x = products.input_gradient(gradient, weight, call.dtype)
     is_split = call.split.mode == "column" and call.split.size > 1
     return summed(of_x, call.split, is_async=True) if is_split else (of_x, None)
 
 
-def weight_gradient_of(
-    call: LayerCall, gradient: MatmulOperand, x: MatmulOperand, bias_gradient: bool
+def parameter_gradients(
+    call: LayerCall, gradient: MatmulOperand, x: MatmulOperand, has_bias: bool, of_bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the weight and of the bias; the product adds up the latter if no kernel before it has."""
     if call.caster is not None:
         x = call.caster.with_columns(x)
     into, accumulates = call.weight.into()
-    made, of_bias = products.weight_gradient(gradient, x, call.dtype, into, accumulates, bias_gradient)
-    return (call.weight.stand_in() if into is not None else made), of_bias
+    fuses = has_bias and of_bias is None
+    made, added = products.weight_gradient(gradient, x, call.dtype, into, accumulates, fuses)
+    return (call.weight.stand_in() if into is not None else made), added if fuses else of_bias
+
+
+def through_norm(
+    of_x: Tensor, of_normed: Tensor | None, rows: Tensor, statistics: Sequence[Tensor], weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of the norm's input, weight and bias. `of_normed` is there if the layer returned the normed input."""
+    of_x = of_x if of_normed is None else of_x + of_normed.reshape(of_x.shape)
+    return norms.norm_gradients(of_x, rows, list(statistics), weight)
 
 
 class Linearly(torch.autograd.Function):
@@ -133,7 +145,7 @@ class Linearly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, of_normed: Tensor | None = None) -> Any:
         call: LayerCall = ctx.call
-        x, weight = MatmulOperand(*ctx.saved_tensors[:4]), MatmulOperand(*ctx.saved_tensors[4:8])
+        x, weight = operands_of(ctx.saved_tensors[:8])
         rows, norm_weight, *statistics = ctx.saved_tensors[8:]
         needs_weight = ctx.needs_input_grad[3]
         whole, of_bias = whole_gradient(call, flat(gradient), ctx.has_bias)
@@ -141,21 +153,16 @@ class Linearly(torch.autograd.Function):
         of_x, work = input_gradient_of(call, whole, weight) if any(ctx.needs_input_grad[:3]) else (None, None)
         for each in works:
             wait(each)
-        of_weight = None
+        of_weight = of_norm_weight = of_norm_bias = None
         if needs_weight:
-            fuses = ctx.has_bias and of_bias is None
-            of_weight, with_it = weight_gradient_of(call, whole, whole_x, fuses)
-            of_bias = with_it if fuses else of_bias
+            of_weight, of_bias = parameter_gradients(call, whole, whole_x, ctx.has_bias, of_bias)
         wait(work)
-        of_norm: list[Tensor | None] = []
         if of_x is not None and norm_weight is not None:
-            of_x = of_x if of_normed is None else of_x + of_normed.reshape(of_x.shape)
-            of_x, *rest = norms.norm_gradients(of_x, rows, list(statistics), norm_weight)
-            of_norm += rest
-        of_norm += [None] * (2 - len(of_norm))
+            of_x, of_norm_weight, of_norm_bias = through_norm(of_x, of_normed, rows, statistics, norm_weight)
         call.layer.ran_backward(ctx)
         of_x = None if of_x is None else of_x.view(ctx.shape)
-        return of_x, *of_norm, of_weight, of_bias if ctx.needs_input_grad[4] else None, None
+        of_bias = of_bias if ctx.needs_input_grad[4] else None
+        return of_x, of_norm_weight, of_norm_bias, of_weight, of_bias, None
 
 
 class Linear(EngineLayer):
@@ -178,10 +185,7 @@ class Linear(EngineLayer):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if return_layernorm_output_gathered:
-            raise NotImplementedError(
-                "flopmeter's shim of transformer_engine has no return_layernorm_output_gathered: leave it out"
-            )
+        refuse({"return_layernorm_output_gathered": return_layernorm_output_gathered})
         self.in_features = self.share(in_features, self.parallel_mode == "row")
         self.out_features = self.share(out_features, self.parallel_mode == "column")
         self.use_bias, self.return_bias = bias, return_bias
@@ -195,22 +199,17 @@ class Linear(EngineLayer):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, **_: Any) -> Any:
         weight, bias = self.whole_weight()
-        dtype = self.activation_dtype(x)
-        split = self.split
+        dtype, split = activation_dtype(x), self.split
         call = LayerCall(
             self, WeightUse(self, "weight", weight, is_first_microbatch), caster_of(self, split), split, dtype,
             torch.is_grad_enabled(), self.normalization is not None, self.return_layernorm_output,
         )  # fmt: skip
         added = bias if self.apply_bias and not self.adds_bias_later else None
-        out = Linearly.apply(x, *self.norm(dtype), weight, added, call)  # type: ignore[no-untyped-call]
-        normed = None
-        if self.return_layernorm_output:
-            out, normed = out
+        out = Linearly.apply(x, *self.norm(dtype), weight, added, call)
+        out, normed = out if self.return_layernorm_output else (out, None)
         if self.apply_bias and self.adds_bias_later and bias is not None:
             out = out + bias.to(dtype)
-        returned = [out, *([bias.to(dtype)] if self.return_bias and bias is not None else [])]
-        returned += [normed] if self.return_layernorm_output else []
-        return returned[0] if len(returned) == 1 else tuple(returned)
+        return self.result(out, bias, normed)
 
 
 class LayerNormLinear(Linear):

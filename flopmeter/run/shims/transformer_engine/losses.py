@@ -60,5 +60,4 @@ class CrossEntropyFunction(torch.autograd.Function):
 
 
 def parallel_cross_entropy(*args: Any) -> Tensor:
-    loss: Tensor = CrossEntropyFunction.apply(*args)  # type: ignore[no-untyped-call]
-    return loss
+    return CrossEntropyFunction.apply(*args)

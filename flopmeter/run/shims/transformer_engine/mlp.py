@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flopmeter.run.shims.transformer_engine import linear, norms, products
+from flopmeter.run.shims.transformer_engine import linear, products
 from flopmeter.run.shims.transformer_engine.activations import NAMES, activated, activation_gradient, is_gated
 from flopmeter.run.shims.transformer_engine.base import EngineLayer, WeightUse
-from flopmeter.run.shims.transformer_engine.casts import MatmulOperand, flat, there
+from flopmeter.run.shims.transformer_engine.casts import MatmulOperand, activation_dtype, flat, operands_of, there
 from flopmeter.run.shims.transformer_engine.linear import LayerCall
 from flopmeter.run.shims.transformer_engine.parallel import WeightSplit, wait
 from flopmeter.run.shims.transformer_engine.quantizing import caster_of, check_shapes
-
-_PARTS = 4  # tensors of an operand
 
 
 def _between(
@@ -74,8 +72,8 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, of_normed: Tensor | None = None) -> Any:
         first, second, saved = ctx.call, ctx.second, ctx.saved_tensors
-        x, between, weight, weight2 = (MatmulOperand(*saved[at : at + _PARTS]) for at in range(0, 4 * _PARTS, _PARTS))
-        before, rows, norm_weight, *statistics = saved[4 * _PARTS :]
+        x, between, weight, weight2 = operands_of(saved[:16])
+        before, rows, norm_weight, *statistics = saved[16:]
         has_bias, has_bias2 = ctx.biases
         needs, needs2 = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
         whole, of_bias2 = linear.whole_gradient(second, flat(gradient), has_bias2)
@@ -83,20 +81,14 @@ class _Mlp(torch.autograd.Function):
         of_before, of_bias = _between_backward(ctx.name, first, second, whole, weight2, before)
         of_weight = of_weight2 = None
         if needs2:
-            fuses = has_bias2 and of_bias2 is None
-            of_weight2, with_it = linear.weight_gradient_of(second, whole, between, fuses)
-            of_bias2 = with_it if fuses else of_bias2
+            of_weight2, of_bias2 = linear.parameter_gradients(second, whole, between, has_bias2, of_bias2)
         of_x, work = linear.input_gradient_of(first, of_before, weight)
         for each in works:
             wait(each)
         if needs:
-            fuses = has_bias and of_bias is None
-            of_weight, with_it = linear.weight_gradient_of(first, of_before, whole_x, fuses)
-            of_bias = with_it if fuses else of_bias
+            of_weight, of_bias = linear.parameter_gradients(first, of_before, whole_x, has_bias, of_bias)
         wait(work)
-        of_x = of_x if of_normed is None else of_x + of_normed.reshape(of_x.shape)
-        of_x, *rest = norms.norm_gradients(of_x, rows, list(statistics), norm_weight)
-        of_norm = [*rest, None][:2]
+        of_x, *of_norm = linear.through_norm(of_x, of_normed, rows, statistics, norm_weight)
         first.layer.ran_backward(ctx)
         biases = [made if has else None for made, has in ((of_bias, has_bias), (of_bias2, has_bias2))]
         return of_x.view(ctx.shape), *of_norm, of_weight, biases[0], of_weight2, biases[1], None, None, None
@@ -106,6 +98,7 @@ class LayerNormMLP(EngineLayer):
     """transformer_engine.pytorch.LayerNormMLP."""
 
     products = 2
+    fc2_bias: Any
 
     def __init__(
         self,
@@ -143,7 +136,7 @@ class LayerNormMLP(EngineLayer):
         self.make_bias(f"{prefix}_bias", bias, mode_or_none)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        dtype, calls = self.activation_dtype(x), list[LayerCall]()
+        dtype, calls = activation_dtype(x), list[LayerCall]()
         is_split = self.set_parallel_mode and self.tp_size > 1
         for name, mode in (("fc1_weight", "column"), ("fc2_weight", "row")):
             split = WeightSplit(mode if is_split else None, self.tp_group, self.tp_size, self.sequence_parallel)
@@ -153,12 +146,10 @@ class LayerNormMLP(EngineLayer):
             caster = caster_of(self, split)
             calls.append(LayerCall(self, weight, caster, split, dtype, is_training, not calls, returns))
         bias2 = self.fc2_bias if self.apply_bias and not self.set_parallel_mode else None
-        out = _Mlp.apply(  # type: ignore[no-untyped-call]
+        out = _Mlp.apply(
             x, *self.norm(dtype), self.fc1_weight, self.fc1_bias, self.fc2_weight, bias2, *calls, self.activation
         )
         out, normed = out if self.return_layernorm_output else (out, None)
         if self.apply_bias and self.set_parallel_mode:
             out = out + self.fc2_bias.to(dtype)
-        returned = [out, *([self.fc2_bias.to(dtype)] if self.return_bias and self.use_bias else [])]
-        returned += [normed] if self.return_layernorm_output else []
-        return returned[0] if len(returned) == 1 else tuple(returned)
+        return self.result(out, self.fc2_bias, normed)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flopmeter.run.shims.transformer_engine.attention import DotProductAttention, split_along
+from flopmeter.run.shims.transformer_engine.attention import DotProductAttention, SplitAlongDim
 from flopmeter.run.shims.transformer_engine.base import refuse, set_in_children
 from flopmeter.run.shims.transformer_engine.linear import LayerNormLinear, Linear
 from flopmeter.run.shims.transformer_engine.norms import EngineRMSNorm, LayerNorm
@@ -52,14 +52,12 @@ class MultiheadAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        refuse(options, *(name for name in options if name.startswith("ub_")))
+        refuse(options, [name for name in options if name.startswith("ub_")])
         shared = {name: options[name] for name in _OF_LAYERS if name in options}
         shared |= {"tp_size": tp_size, "bias": bias, "init_method": init_method}
         size = size_of(options.get("tp_group")) if options.get("tp_group") is not None else tp_size
-        self.channels, self.groups = (
-            kv_channels or hidden_size // num_attention_heads,
-            num_gqa_groups or num_attention_heads,
-        )
+        self.channels = kv_channels or hidden_size // num_attention_heads
+        self.groups = num_gqa_groups or num_attention_heads
         self.is_self, self.qkv_format, self.return_bias = attention_type == "self", qkv_format, return_bias
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.heads_of_rank, self.groups_of_rank = num_attention_heads // size, self.groups // size
@@ -71,21 +69,8 @@ class MultiheadAttention(nn.Module):
             "eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
         } if input_layernorm else {}  # fmt: skip
-        kind: Any = LayerNormLinear if input_layernorm else Linear
-        of_queries, of_keys = self.channels * num_attention_heads, self.channels * self.groups
-        parts = {"query": of_queries, "key": of_keys, "value": of_keys}
-        name = "layernorm_" if input_layernorm else ""
-        if self.is_self:
-            split: Any = None if fuse_qkv_params else parts
-            self.add_module(
-                f"{name}qkv", kind(hidden_size, sum(parts.values()), parameters_split=split, **normed, **columns)
-            )
-        else:
-            split = None if fuse_qkv_params else ("query",)
-            query = kind(hidden_size, of_queries, parameters_split=split, **normed, **columns)
-            self.add_module("layernorm_query" if input_layernorm else "query_layer", query)
-            split = None if fuse_qkv_params else ("key", "value")
-            self.key_value = Linear(hidden_size, 2 * of_keys, parameters_split=split, **columns)
+        of_queries = self.channels * num_attention_heads
+        self._make_projections(hidden_size, of_queries, fuse_qkv_params, normed, columns)
         self.core_attention = DotProductAttention(
             num_attention_heads, self.channels, num_gqa_groups, attention_dropout, qkv_format, softmax_type=softmax_type
         )
@@ -93,6 +78,25 @@ class MultiheadAttention(nn.Module):
         mode = "row" if set_parallel_mode else None
         self.proj = Linear(of_queries, hidden_size, return_bias=return_bias, parallel_mode=mode, **shared)
         self.q_norm, self.k_norm = (self._head_norm(qk_norm_type, qk_norm_eps, options) for _ in range(2))
+
+    def _make_projections(
+        self, width: int, of_queries: int, is_fused: bool, normed: dict[str, Any], columns: dict[str, Any]
+    ) -> None:
+        """One product of query, key and value; or one of the query and, of the other sequence, one of key and value.
+        Unless they are fused, each has a weight of its own. `normed`: options of the norm before the first product."""
+        kind: Any = LayerNormLinear if self.input_layernorm else Linear
+        of_keys = self.channels * self.groups
+        if self.is_self:
+            sizes = {"query": of_queries, "key": of_keys, "value": of_keys}
+            rows, parts, self._first = sum(sizes.values()), sizes, "layernorm_qkv" if self.input_layernorm else "qkv"
+        else:
+            rows, parts = of_queries, {"query": of_queries}
+            self._first = "layernorm_query" if self.input_layernorm else "query_layer"
+        first = kind(width, rows, parameters_split=None if is_fused else parts, **normed, **columns)
+        self.add_module(self._first, first)
+        if not self.is_self:
+            pair = None if is_fused else ("key", "value")
+            self.key_value = Linear(width, 2 * of_keys, parameters_split=pair, **columns)
 
     def _head_norm(self, kind: str | None, eps: float, options: dict[str, Any]) -> nn.Module | None:
         if kind is None:
@@ -125,9 +129,7 @@ class MultiheadAttention(nn.Module):
     def _projected(
         self, x: Tensor, encoded: Tensor | None, is_first: bool | None
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        prefix, layers = "layernorm_" if self.input_layernorm else "", dict(self.named_children())
-        first = layers[f"{prefix}qkv" if self.is_self else "layernorm_query" if prefix else "query_layer"]
-        mixed, normed = first(x, is_first_microbatch=is_first), None
+        mixed, normed = self.get_submodule(self._first)(x, is_first_microbatch=is_first), None
         if self.input_layernorm and self.return_layernorm_output:
             mixed, normed = mixed
         if self.is_self:
@@ -135,17 +137,18 @@ class MultiheadAttention(nn.Module):
         else:
             query, both = mixed, self.key_value(encoded, is_first_microbatch=is_first)
             both = both.unflatten(-1, (2, self.groups_of_rank, self.channels))
-            key, value = split_along(both, both.ndim - 3, (1, 1))
+            key, value = SplitAlongDim.apply(both, both.ndim - 3, (1, 1))
         lead = mixed.ndim - 1
         query, key, value = (each.reshape(*each.shape[:lead], -1, self.channels) for each in (query, key, value))
         return query, key, value, normed
 
     def _split(self, mixed: Tensor) -> Any:
-        """Of heads and groups that lie interleaved, or one behind the other."""
+        """Query, key and value of a joint projection, whose heads lie interleaved by group or one kind after the
+        other."""
         shared = self.heads_of_rank // self.groups_of_rank
         shape = (self.groups_of_rank, shared + 2) if self.is_interleaved else (shared + 2, self.groups_of_rank)
         apart = mixed.unflatten(-1, (*shape, self.channels))
-        return split_along(apart, apart.ndim - (2 if self.is_interleaved else 3), (shared, 1, 1))
+        return SplitAlongDim.apply(apart, apart.ndim - (2 if self.is_interleaved else 3), (shared, 1, 1))
 
     def _placed(self, query: Tensor, key: Tensor, angles: Any, starts: Tensor | None) -> tuple[Tensor, Tensor]:
         """Normed by head, and rotated."""

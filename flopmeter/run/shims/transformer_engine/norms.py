@@ -59,7 +59,7 @@ def normed(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, list
 def normed_and_cast(
     x: Tensor, weight: Tensor, bias: Tensor | None, caster: Caster, columns: bool
 ) -> tuple[MatmulOperand, list[Tensor]]:
-    """For a product in low precision."""
+    """The normed input as the operand of a product in low precision, and the statistics."""
     if caster.has_known_scale:
         scale = caster.scale("input", x)
         rows, *statistics = _norm(x, weight, bias, scale, caster.dtype("input"), False)
@@ -70,8 +70,12 @@ def normed_and_cast(
     return caster(out, "input", columns, largest=largest)[0], statistics
 
 
-def norm_gradients(gradient: Tensor, x: Tensor, statistics: list[Tensor], weight: Tensor) -> list[Tensor]:
-    return list(_norm_backward(gradient, x, statistics, weight))
+def norm_gradients(
+    gradient: Tensor, x: Tensor, statistics: list[Tensor], weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of the input, the weight and, for a layer norm, the bias."""
+    of_x, of_weight, *of_bias = _norm_backward(gradient, x, statistics, weight)
+    return of_x, of_weight, of_bias[0] if of_bias else None
 
 
 class _Norm(torch.autograd.Function):
@@ -86,8 +90,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         rows, weight, *statistics = ctx.saved_tensors
-        of_x, *rest = norm_gradients(casts.flat(gradient), rows, list(statistics), weight)
-        return of_x.view(ctx.shape), *rest, *([None] * (2 - len(rest)))
+        of_x, of_weight, of_bias = norm_gradients(casts.flat(gradient), rows, list(statistics), weight)
+        return of_x.view(ctx.shape), of_weight, of_bias
 
 
 class _NormModule(nn.Module):
@@ -123,10 +127,9 @@ class _NormModule(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+        dtype = casts.activation_dtype(x)
         weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
-        out: Tensor = _Norm.apply(x.to(dtype), weight.flatten(), bias)  # type: ignore[no-untyped-call]
-        return out
+        return _Norm.apply(x.to(dtype), weight.flatten(), bias)
 
 
 class LayerNorm(_NormModule):

@@ -61,22 +61,16 @@ class EngineFusedAdam(torch.optim.Optimizer):
         set_grad_none: bool | None = None,
     ) -> None:
         refuse(
-            {"amsgrad": amsgrad, "store_param_remainders": store_param_remainders}, "amsgrad", "store_param_remainders"
+            {
+                "amsgrad": amsgrad,
+                "store_param_remainders": store_param_remainders,
+                "exp_avg_dtype": exp_avg_dtype is not torch.float32,
+                "exp_avg_sq_dtype": exp_avg_sq_dtype is not torch.float32,
+                "master_weight_dtype": master_weight_dtype is not torch.float32,
+            }
         )
-        types = {
-            "exp_avg_dtype": exp_avg_dtype,
-            "exp_avg_sq_dtype": exp_avg_sq_dtype,
-            "master_weight_dtype": master_weight_dtype,
-        }
-        refuse({name: dtype is not torch.float32 for name, dtype in types.items()}, *types)
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
+        options = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {"lr": lr, **options})
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self.capturable = self._step_supports_amp_scaling = capturable
 

@@ -51,7 +51,7 @@ def gemm_gelu_gradient(before: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _weight_gradient_cost(call: Call) -> Cost:
-    """With the gradient of a bias: the sum of the left factor over the depth. What is added to is read."""
+    """A product; with a bias also the sum of the left factor over the depth. A gradient that it adds to is read too."""
     left, right, into = call.argument("left"), call.argument("right"), call.get("into")
     adds = left.numel if call.argument("bias_gradient") else 0
     adds += into.numel if into is not None and call.argument("accumulates") else 0

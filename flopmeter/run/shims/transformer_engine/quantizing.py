@@ -43,7 +43,8 @@ class Caster:
         return self.recipe.backward_type if role == "gradient" else self.recipe.forward_type
 
     def scale(self, role: TensorRole, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        """With one scale: that of delayed scaling, or a new one, of all ranks where parts of a tensor are gathered."""
+        """The scale of a tensor that has one: delayed scaling keeps it, other recipes compute it. Where ranks gather a
+        tensor's parts, it is the same for all ranks."""
         if self.histories is not None:
             return self.histories[role == "gradient"].scales[:1]
         largest = casts.largest(x) if largest is None else largest
@@ -135,7 +136,7 @@ def check_shapes(x: Tensor, weight: Tensor) -> None:
 
 
 def caster_of(module: Any, split: WeightSplit) -> Caster | None:
-    """For a layer in the region that it runs in: None in 16 and 32 bits."""
+    """The caster of a layer in the region that runs now; None outside of regions, in 16 and 32 bits."""
     recipe = REGION.recipe
     if recipe is None:
         return None

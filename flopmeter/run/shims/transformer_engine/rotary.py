@@ -31,8 +31,7 @@ class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, angles: Tensor, starts: Tensor | None) -> Tensor:
         ctx.save_for_backward(angles, starts)
-        rotated: Tensor = _rotate(x, angles, starts)
-        return rotated
+        return _rotate(x, angles, starts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -52,9 +51,8 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """`t` ends in heads and head size; `freqs` are [length, 1, 1, what is rotated]. (The way that is not fused has the
     kernel's shapes too.)"""
-    refuse({"start_positions": start_positions is not None}, "start_positions")
-    rotated: Tensor = _RotateHeads.apply(t, freqs, cu_seqlens)  # type: ignore[no-untyped-call]
-    return rotated
+    refuse({"start_positions": start_positions is not None})
+    return _RotateHeads.apply(t, freqs, cu_seqlens)
 
 
 class RotaryPositionEmbedding(nn.Module):

@@ -15,7 +15,8 @@ from flopmeter.run.shims.kernel import kernel
 
 @kernel("te_row_map", lambda call: make_cost(call, INDEXING, kernels=3))
 def _row_map(routing: Tensor) -> Tensor:
-    """For each expert and token the row that the token goes to: sums within blocks, over blocks, and the rows."""
+    """The row to which each token goes, by expert and token. Three kernels: sums within blocks, sums over blocks,
+    rows."""
     return routing.new_empty(routing.shape, dtype=torch.int32)
 
 
@@ -67,8 +68,7 @@ class _Unpermute(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weights: Tensor | None, row_map: Tensor, tokens: int) -> Tensor:
         ctx.save_for_backward(row_map, weights, x if weights is not None else None)
         ctx.rows = x.shape[0]
-        out: Tensor = _unpermute(x, row_map, weights, None, tokens)[0]
-        return out
+        return _unpermute(x, row_map, weights, None, tokens)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -86,14 +86,14 @@ def moe_permute(
         raise ValueError("a routing map that is a mask needs num_out_tokens")
     rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
     row_map = _row_map(routing_map)
-    return _Permute.apply(inp, None, row_map, rows), row_map  # type: ignore[no-untyped-call]
+    return _Permute.apply(inp, None, row_map, rows), row_map
 
 
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
     row_map = _row_map(routing_map)
-    return *_Permute.apply(inp, probs, row_map, num_out_tokens), row_map  # type: ignore[no-untyped-call]
+    return *_Permute.apply(inp, probs, row_map, num_out_tokens), row_map
 
 
 def moe_unpermute(
@@ -106,21 +106,19 @@ def moe_unpermute(
 ) -> Tensor:
     weights = merging_probs if merging_probs is not None else probs
     tokens = row_id_map.shape[0] if restore_shape is None else restore_shape[0]
-    out: Tensor = _Unpermute.apply(inp, weights, row_id_map, tokens)  # type: ignore[no-untyped-call]
-    return out
+    return _Unpermute.apply(inp, weights, row_id_map, tokens)
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """Rows of one rank's experts in another order of chunks."""
-    rows: Tensor = _Permute.apply(inp, None, _row_map(sorted_index), inp.shape[0])  # type: ignore[no-untyped-call]
-    return rows
+    return _Permute.apply(inp, None, _row_map(sorted_index), inp.shape[0])
 
 
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
     row_map = _row_map(sorted_index)
-    rows, sorted_probs = _SortChunks.apply(inp, probs, row_map)  # type: ignore[no-untyped-call]
+    rows, sorted_probs = _SortChunks.apply(inp, probs, row_map)
     return rows, sorted_probs
 
 

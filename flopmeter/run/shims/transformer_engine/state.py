@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,15 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flopmeter.run.shims.transformer_engine.casts import update_scales
-from flopmeter.run.shims.transformer_engine.recipes import (
-    DelayedScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
+from flopmeter.run.shims.transformer_engine.recipes import DelayedScaling, MXFP8BlockScaling, Recipe
 
 
 class History:
-    """Of delayed scaling: the largest values of a layer's tensors in the last steps, and their scales."""
+    """A layer's histories for delayed scaling: the largest values of its tensors in the last steps, and their
+    scales."""
 
     def __init__(self, tensors: int, recipe: DelayedScaling, device: Any) -> None:
         self.largest = torch.zeros(recipe.amax_history_len, tensors, device=device)
@@ -28,7 +26,7 @@ class History:
 
 
 class _PrecisionRegion:
-    """The innermost region of low precision, and whose scales wait for an update."""
+    """The innermost region of low precision, and the histories whose scales wait for an update."""
 
     def __init__(self) -> None:
         self.begin()
@@ -43,12 +41,14 @@ class _PrecisionRegion:
         self.backward: list[History] = []
 
     def begins(self) -> bool:
-        """Whether this layer is the first of its region: its gradients are the last, after which scales follow."""
+        """Whether this layer is the first of its region. It is the last one to get its gradients; after these the
+        scales are updated."""
         was, self.is_first = self.is_first, False
         return was
 
     def update(self, is_forward: bool, recipe: DelayedScaling, group: Any) -> None:
-        """The largest values of all layers in one tensor, those of all ranks, and the kernel that makes scales."""
+        """Gathers the largest values of all layers in one tensor, takes the maximum over all ranks, and runs the kernel
+        that makes the scales."""
         used = self.forward if is_forward else self.backward
         histories = list({id(each): each for each in used}.values())
         used.clear()
@@ -71,17 +71,15 @@ def autocast(
     amax_reduction_group: Any = None,
     _graph: bool = False,
 ) -> Iterator[None]:
-    before = REGION.recipe, REGION.group
     chosen = (recipe or get_default_recipe()) if enabled else None
     _check(chosen)
-    REGION.recipe, REGION.group = chosen, amax_reduction_group
     REGION.is_first = REGION.is_first or REGION.depth == 0
     REGION.depth += 1
     try:
-        yield
+        with as_in(chosen, amax_reduction_group):
+            yield
     finally:
         REGION.depth -= 1
-        REGION.recipe, REGION.group = before
     if REGION.depth == 0 and isinstance(chosen, DelayedScaling) and torch.is_grad_enabled():
         with torch.no_grad():
             REGION.update(True, chosen, amax_reduction_group)
@@ -89,7 +87,7 @@ def autocast(
 
 @contextmanager
 def as_in(recipe: Recipe | None, group: Any) -> Iterator[None]:
-    """A part of a region again: no scales follow."""
+    """Runs a part of a program by this recipe. Scales are not updated at its end."""
     before = REGION.recipe, REGION.group
     REGION.recipe, REGION.group = recipe, group
     try:
@@ -105,7 +103,7 @@ def _check(recipe: Recipe | None) -> None:
         raise NotImplementedError(
             "flopmeter's shim of transformer_engine has no attention in fp8: leave out fp8_dpa and fp8_mha"
         )
-    available, reason = is_fp8_available(return_reason=True)
+    available, reason = _available("fp8", return_reason=True)
     if not available:
         raise RuntimeError(reason)
 
@@ -133,50 +131,29 @@ def quantized_model_init(
     yield
 
 
-fp8_model_init = quantized_model_init
-
-
 def get_default_recipe() -> Recipe:
     return MXFP8BlockScaling() if torch.cuda.get_device_capability() >= (10, 0) else DelayedScaling()
 
 
-def _available(least: tuple[int, int], what: str, return_reason: bool) -> Any:
+_LEAST_CAPABILITY = {
+    "fp8": ("fp8", (8, 9)),
+    "mxfp8": ("MXFP8", (10, 0)),
+    "fp8_block_scaling": ("block scaling of fp8", (9, 0)),
+    "nvfp4": ("NVFP4", (10, 0)),
+}
+
+
+def _available(name: str, return_reason: bool = False) -> Any:
+    """Whether the device has that type, and, if asked for, why not."""
     major, minor = torch.cuda.get_device_capability()
+    what, least = _LEAST_CAPABILITY[name]
     has = (major, minor) >= least
     reason = "" if has else f"{what} needs compute capability {least[0]}.{least[1]}, this device has {major}.{minor}"
     return (has, reason) if return_reason else has
 
 
-def is_fp8_available(return_reason: bool = False) -> Any:
-    return _available((8, 9), "fp8", return_reason)
-
-
-def is_mxfp8_available(return_reason: bool = False) -> Any:
-    return _available((10, 0), "MXFP8", return_reason)
-
-
-def is_fp8_block_scaling_available(return_reason: bool = False) -> Any:
-    return _available((9, 0), "block scaling of fp8", return_reason)
-
-
-def is_nvfp4_available(return_reason: bool = False) -> Any:
-    return _available((10, 0), "NVFP4", return_reason)
-
-
-def check_fp8_support() -> Any:
-    return is_fp8_available(return_reason=True)
-
-
-def check_mxfp8_support() -> Any:
-    return is_mxfp8_available(return_reason=True)
-
-
-def check_fp8_block_scaling_support() -> Any:
-    return is_fp8_block_scaling_available(return_reason=True)
-
-
-def check_nvfp4_support() -> Any:
-    return is_nvfp4_available(return_reason=True)
+IS_AVAILABLE = {f"is_{name}_available": partial(_available, name) for name in _LEAST_CAPABILITY}
+CHECKS = {f"check_{name}_support": partial(_available, name, return_reason=True) for name in _LEAST_CAPABILITY}
 
 
 class FP8GlobalStateManager:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from flopmeter.costs import make_cost
 from flopmeter.records import ELEMENTWISE, Call, Cost
 from flopmeter.run.shims.kernel import kernel
 from flopmeter.run.shims.transformer_engine.base import refuse, set_in_children
+from flopmeter.run.shims.transformer_engine.casts import activation_dtype
 from flopmeter.run.shims.transformer_engine.mlp import LayerNormMLP
 from flopmeter.run.shims.transformer_engine.multihead import MultiheadAttention
 from flopmeter.run.shims.transformer_engine.norms import EngineRMSNorm, LayerNorm
@@ -39,13 +41,12 @@ def _drop_gradient(gradient: Tensor) -> Tensor:
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """As the compiler of torch fuses it: one kernel, and random numbers drawn again for the gradient."""
+    """One kernel, as torch's compiler fuses it; the gradient draws the random numbers again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, dropout: float) -> Tensor:
         ctx.dropout = dropout
-        out: Tensor = _add(x, bias, residual, dropout)
-        return out
+        return _add(x, bias, residual, dropout)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -84,9 +85,10 @@ class TransformerLayer(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        refuse({"drop_path_rate": drop_path_rate}, "drop_path_rate")
-        for name in ("seq_length", "micro_batch_size", "name", "ub_tp_comm_overlap"):
-            refuse({name: options.pop(name, None)} if name.startswith("ub_") else {}, name)
+        refuse({"drop_path_rate": drop_path_rate})
+        refuse(options, ("ub_tp_comm_overlap",))
+        for name in ("seq_length", "micro_batch_size", "name"):
+            options.pop(name, None)
         options = {name: value for name, value in options.items() if not name.startswith("ub_")}  # of that overlap
         of_attention = {name: options.pop(name) for name in list(options) if name in _OF_ATTENTION}
         self.masks = self_attn_mask_type, enc_dec_attn_mask_type
@@ -98,22 +100,16 @@ class TransformerLayer(nn.Module):
             "normalization": normalization, "return_bias": not parallel_attention_mlp,
             "return_layernorm_output": self.after_norm,
         }  # fmt: skip
-        attention: Any = MultiheadAttention
-        args = hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon
-        heads: dict[str, Any] = {
-            "num_gqa_groups": num_gqa_groups,
-            "fuse_qkv_params": fuse_qkv_params,
-            "qkv_format": attn_input_format,
-        }
-        heads |= of_attention
-        self.self_attention = attention(*args, **heads, **shared, input_layernorm=not output_layernorm)
+        attention: Any = partial(
+            MultiheadAttention, hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon,
+            num_gqa_groups=num_gqa_groups, fuse_qkv_params=fuse_qkv_params, qkv_format=attn_input_format,
+            **of_attention, **shared,
+        )  # fmt: skip
+        self.self_attention = attention(input_layernorm=not output_layernorm)
         if self.is_decoder:
-            cross: dict[str, Any] = {
-                "attention_type": "cross",
-                "input_layernorm": True,
-                "attn_mask_type": enc_dec_attn_mask_type,
-            }
-            self.inter_attention = attention(*args, **heads, **shared, **cross)
+            self.inter_attention = attention(
+                attention_type="cross", input_layernorm=True, attn_mask_type=enc_dec_attn_mask_type
+            )
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, layernorm_epsilon, activation=activation, **shared
         )
@@ -137,8 +133,7 @@ class TransformerLayer(nn.Module):
         rotary_pos_emb: Any = None,
         **options: Any,
     ) -> Tensor:
-        if torch.is_autocast_enabled("cuda"):
-            hidden_states = hidden_states.to(torch.get_autocast_dtype("cuda"))
+        hidden_states = hidden_states.to(activation_dtype(hidden_states))
         for name in ("fast_zero_fill", "pad_between_seqs"):
             options.pop(name, None)
         options = {name: value for name, value in options.items() if value is not None}
@@ -167,8 +162,7 @@ class TransformerLayer(nn.Module):
     def _joined(self, out: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         dropout = self.hidden_dropout if self.training else 0.0
         if bias is not None and os.environ.get("NVTE_BIAS_DROPOUT_FUSION", "1") == "1":
-            joined: Tensor = _BiasDropoutAdd.apply(out, bias, residual, dropout)  # type: ignore[no-untyped-call]
-            return joined
+            return _BiasDropoutAdd.apply(out, bias, residual, dropout)
         out = out if bias is None else out + bias
         return residual + F.dropout(out, dropout)
 

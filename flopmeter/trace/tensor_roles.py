@@ -1,0 +1,45 @@
+"""Which storages hold parameters, gradients and optimizer state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flopmeter.records import StorageRole, Trace
+from flopmeter.records.tensors import tensors_in
+from flopmeter.torch_names.private import graph_task
+from flopmeter.trace.storages import Storages
+from flopmeter.trace.subclasses import wrapped
+
+
+class TensorRoles:
+    """Notes the tensors of modules and optimizers after each has run: those that it made late exist by then, and some
+    of them no op has touched."""
+
+    def __init__(self, trace: Trace, storages: Storages) -> None:
+        self._trace, self._storages = trace, storages
+
+    def note_module(self, module: nn.Module) -> None:
+        """An outermost module has run."""
+        if graph_task() == -1:  # else a checkpoint recomputes
+            self._trace.forward_ends.append(len(self._trace.ops))
+        # nn.Module.buffers: a module may have an attribute of that name (that of Megatron-LM around a model does)
+        for parameter in (*module.parameters(), *nn.Module.buffers(module)):
+            self._note_parameter(parameter)
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has made its step."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._note_parameter(parameter)
+        for tensor in tensors_in(optimizer.state):
+            self._note(tensor, "optimizer state")
+
+    def _note_parameter(self, parameter: Tensor) -> None:
+        self._note(parameter, "parameters")
+        if parameter.is_leaf and parameter.grad is not None:
+            self._note(parameter.grad, "gradients")
+
+    def _note(self, tensor: Tensor, role: StorageRole) -> None:
+        for inner in wrapped(tensor):
+            self._storages.note(inner, role)
