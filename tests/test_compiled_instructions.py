@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flopmeter import FlopMeter
+from flopmeter.torch_names.dispatcher import running_version
 
 autocast = partial(torch.autocast, "meta", torch.float16)
 BF16 = {"device": "meta", "dtype": torch.bfloat16}
@@ -73,6 +74,11 @@ class Norms(nn.Module):
         return sum(norm(each) for norm, each in zip(self.norms, images, strict=True)).relu()
 
 
+# Where torch writes `rsqrt` (one instruction) in place of a root and its reciprocal (18), these kernels are faster.
+before_2_15 = pytest.mark.skipif(running_version() >= (2, 15), reason="what was measured had other instructions")
+
+
+@before_2_15
 @pytest.mark.parametrize(
     ("channels", "side", "norms", "measured"),
     [(64, 112, 1, 150.0), (256, 28, 1, 38.0), (256, 56, 2, 307.9), (512, 28, 2, 155.9), (1024, 14, 2, 81.2)],
@@ -108,6 +114,7 @@ def test_statistics_of_a_batch_norm_wait_for_each_of_their_steps(channels, side,
     assert 1e6 * first == pytest.approx(measured, rel=0.3)
 
 
+@before_2_15
 def test_a_mean_over_positions_in_channels_last_combines_each_element_with_those_of_other_threads():
     """44.7 us, of which the bytes would be 17; 128 images of 7 x 7 (h100_resnet50_infer_compiled)."""
     images = [torch.empty(128, 2048, 7, 7, dtype=torch.float16, device="meta") for _ in range(2)]

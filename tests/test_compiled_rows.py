@@ -14,7 +14,9 @@ from torch._inductor import config
 
 from flopmeter import FlopMeter, Report
 from flopmeter.records import CONTRACTION
+from flopmeter.torch_names.dispatcher import running_version
 
+SEEDS_OF = "native_dropout" if running_version() >= (2, 15) else "inductor_seeds"  # the origin of the seeds' kernel
 ROW, CACHE = 4 * 8 * 64, 4 * 8 * 1024 * 64  # bytes of a token's keys, and of 1,024 of them
 
 
@@ -218,7 +220,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[tuple[Any,
     ),
     "dropout, by a seed": (
         lambda x: F.dropout(x, 0.5), (meta(1000),),
-        [("library", 0, 8, 0, "inductor_seeds", 0), ("triton", 4008, 4000, 2000, "native_dropout", 1000)],
+        [("library", 0, 8, 0, SEEDS_OF, 0), ("triton", 4008, 4000, 2000, "native_dropout", 1000)],
     ),
     "a scan": (lambda x: x.cumsum(-1), (meta(64, 1000),), [("triton", 256000, 256000, 64000, "cumsum", 0)]),
     "a sort of a library": (
