@@ -77,14 +77,16 @@ def _inputs(trace: Trace) -> list[str]:
     """Tensors on the device without a role (weights, states), and those that the host sends to it. Leaves out what only
     the host reads, and scalars such as the factor of a GradScaler."""
     device, found = trace.device, dict[int, TensorSpec]()
+    data = {number for number, storage in enumerate(trace.storages) if storage.role is None}
+    before = {number for number in data if trace.storages[number].born == BEFORE}
     for op in trace.ops:
         call = op.call
-        is_sent = bool(call.inputs) and all(spec.device != device for spec in call.inputs)
-        for spec in call.outputs if is_sent else call.inputs if call.outputs else ():
+        is_sent = call.inputs and call.inputs[0].device != device and all(each.device != device for each in call.inputs)
+        if not is_sent and (not call.outputs or before.isdisjoint(op.storages)):
+            continue  # nearly always
+        for spec in call.outputs if is_sent else call.inputs:
             number = op.storages[spec.storage]
-            storage = trace.storages[number]
-            is_data = storage.role is None and (is_sent or storage.born == BEFORE)
-            if is_data and spec.shape and spec.device == device:
+            if number in (data if is_sent else before) and spec.shape and spec.device == device:
                 found.setdefault(number, spec)
     return [f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}" for spec in found.values()]
 
