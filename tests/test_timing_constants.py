@@ -4,10 +4,10 @@ from math import prod
 
 import pytest
 
+from flopmeter.device.sm_limits import sm_limits
 from flopmeter.launch.modes import GRAPH_CHECK_SECONDS, GRAPH_LAUNCH_SECONDS, GRAPH_NODE_SECONDS
 from flopmeter.timing import constants
 from flopmeter.timing.bands import BANDS, HOST_BAND
-from flopmeter.timing.constants import RESIDENT_THREADS, RESIDENT_THREADS_BY_CAPABILITY
 from flopmeter.timing.gemm_kernels import MMA, SIMT
 
 # 'Maximum number of resident threads per SM', CUDA C++ Programming Guide, technical specifications by capability.
@@ -19,7 +19,7 @@ GUIDE = {
 
 @pytest.mark.parametrize("capability", GUIDE)
 def test_an_sm_holds_as_many_threads_as_the_programming_guide_says(capability):
-    assert RESIDENT_THREADS_BY_CAPABILITY.get(capability, RESIDENT_THREADS) == GUIDE[capability]
+    assert sm_limits(capability).threads == GUIDE[capability]
 
 
 def test_tiles_and_slices_are_powers_of_two_as_those_of_cuda_libraries():

@@ -13,6 +13,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
+from flopmeter.device.sm_limits import sm_limits
 from flopmeter.records import AttentionBackend, AttentionShape, AttentionWork, Cost, Mask
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import attention_kernels, constants
@@ -214,8 +215,8 @@ def blocks_at_a_time(kernel: AttentionKernel, rows: int, columns: int, head_dim:
     """The thread blocks that an SM holds: as many as find place for their tiles of queries, keys and values."""
     if not kernel.holds_tiles:
         return kernel.blocks_per_sm
-    capability = hardware.compute_capability or _AMPERE
-    kilobytes = attention_kernels.SHARED_MEMORY_KB.get(capability, attention_kernels.OTHER_SHARED_MEMORY_KB)
+    of_sm = sm_limits(hardware.compute_capability or _AMPERE).shared_kb
+    kilobytes = of_sm or attention_kernels.OTHER_SHARED_MEMORY_KB
     of_block = _ITEM_BYTES * _padded(head_dim) * (rows + 2 * columns) + 1024 * attention_kernels.BLOCK_RESERVED_KB
     return max(1, min(kernel.blocks_per_sm, 1024 * kilobytes // of_block))
 

@@ -231,11 +231,8 @@ FLEX_KEY_SHARE = 4 / 7  # of the backward pass's products, those of blocks that 
 # after the mean. Simulated for FlashAttention-2's grids with two blocks on an SM: .6 to 1.2, lower for long sequences.
 ATTENTION_TAIL = 0.7
 
-# Bytes of shared memory of an SM, by compute capability (CUDA C++ Programming Guide, table of technical
-# specifications), those of others, and what the system takes of them for each thread block.
-SHARED_MEMORY_KB = {
-    (7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (12, 0): 100, (12, 1): 100,
-}  # fmt: skip
+# Shared memory of an SM where no table has it, and what the system takes of it for each thread block (CUDA C++
+# Programming Guide, table of technical specifications).
 OTHER_SHARED_MEMORY_KB = 228
 BLOCK_RESERVED_KB = 1
 

@@ -7,6 +7,7 @@ from math import ceil
 from flopmeter.costs.index_arithmetic import ELEMENT_THREADS
 from flopmeter.costs.scatter import LINE_BYTES, SECTOR_BYTES
 from flopmeter.device.hardware import Hardware
+from flopmeter.device.sm_limits import SM_REGISTERS, SmLimits, sm_limits
 from flopmeter.records import (
     INDEXING,
     NORMALIZATION,
@@ -116,14 +117,13 @@ def _threads_by_registers(of_thread: Registers, hardware: Hardware) -> int:
 def threads_by_registers(registers: int) -> int:
     """How many threads with that many registers each fit on an SM of NVIDIA's."""
     granted = ceil(registers / constants.REGISTERS_AT_A_TIME) * constants.REGISTERS_AT_A_TIME
-    return constants.REGISTERS_OF_SM // granted
+    return SM_REGISTERS // granted
 
 
 def resident_threads(hardware: Hardware) -> int:
-    """How many threads an SM holds."""
-    if hardware.compute_capability is None:
-        return constants.RESIDENT_THREADS
-    return constants.RESIDENT_THREADS_BY_CAPABILITY.get(hardware.compute_capability, constants.RESIDENT_THREADS)
+    """How many threads an SM holds; an SM of another vendor counts as the largest of NVIDIA's."""
+    capability = hardware.compute_capability
+    return sm_limits(capability).threads if capability else SmLimits().threads
 
 
 def threads_of(reread: Reread, hardware: Hardware) -> int:

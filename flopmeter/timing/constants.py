@@ -293,15 +293,8 @@ JOINING_STEP_CYCLES = 480
 # (`setReduceConfig` in aten/src/ATen/native/cuda/Reduce.cuh).
 LEAST_SHARED_VALUES, MOST_SHARED_VALUES = 16, 256
 
-# Threads that an SM holds at full occupancy, by compute capability (CUDA C++ Programming Guide, table of technical
-# specifications); 2048 on the others.
-RESIDENT_THREADS = 2048
-RESIDENT_THREADS_BY_CAPABILITY = {
-    (7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536,
-}  # fmt: skip
 MOST_BLOCKS_PER_SM = 32
-# Registers of an SM, and how many of them a thread gets at a time (the same table, and CUDA's occupancy calculator).
-REGISTERS_OF_SM, REGISTERS_AT_A_TIME = 64 * 1024, 8
+REGISTERS_AT_A_TIME = 8  # that a thread gets (CUDA's occupancy calculator)
 THREAD_BYTES = 16  # that a thread of torch's kernels for plain tensors takes in one load (MemoryAccess.cuh)
 ISSUED_LANES_PER_SM = 128  # an instruction for 32 threads from each of four schedulers in a cycle, of any kind
 ISSUED_LANES_BY_CAPABILITY = {(6, 0): 64}  # two schedulers (CUDA C++ Programming Guide, 'Compute Capability 6.x')
