@@ -78,7 +78,7 @@ def test_a_trace_of_an_older_profiler_is_read(tmp_path):
 def test_what_is_assumed_of_an_older_trace_is_told(tmp_path):
     shown = checked(tmp_path, old_events()).render()
     assert "assumed: tensors are contiguous" in shown
-    assert "assumed: numbers and lists of them are the defaults" in shown
+    assert "assumed: numbers, and lists of them, are the defaults" in shown
 
 
 def test_of_lists_in_an_older_trace_nothing_is_known(tmp_path):

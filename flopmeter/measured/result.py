@@ -22,13 +22,13 @@ class CheckRow(NamedTuple):
     shapes: str  # of the tensors that a call reads; '' for a class
     op_class: str
     dtype: str
-    kernel_class: str = ""  # of the longest kernel: its band tells how sure the prediction is (timing/bands.py)
     calls: int = 1
     measured_seconds: float = 0.0
     predicted_seconds: float = 0.0
     floor_seconds: float = 0.0  # by the spec: FLOPs at the peak or bytes at the bandwidth, whichever is longer
     flops: int = 0  # executed
     bytes: int = 0
+    kernel_class: str = ""  # of the longest kernel: its band tells how sure the prediction is (timing/bands.py)
 
     @property
     def to_win_seconds(self) -> float:
@@ -203,6 +203,7 @@ def _columns(hardware: Hardware, dtype: str) -> list[ColumnOf[CheckRow]]:
 
 
 def _sum(name: str, rows: Iterable[CheckRow]) -> CheckRow:
-    columns = list(zip(*rows, strict=True))
-    first_summed = CheckRow._fields.index("calls")
-    return CheckRow(name, "", name, "", "", *(sum(column) for column in columns[first_summed:]))
+    first, last = (CheckRow._fields.index(field) for field in ("calls", "bytes"))
+    columns = list(zip(*rows, strict=True))[first : last + 1]
+    sums: list[Any] = [sum(column) for column in columns]
+    return CheckRow(name, "", name, "", *sums)

@@ -69,7 +69,8 @@ def restore_torchs_attention() -> None:
     FLASH_REGISTRY.value.restore_flash_attention_impl(_raise_warn=False)
     for module in FLASH_IMPLEMENTATIONS:
         for kept in vars(module.value).values():
-            getattr(kept, "cache_clear", int)()
+            if hasattr(kept, "cache_clear"):
+                kept.cache_clear()
 
 
 def _cost(call: Call) -> Cost:
