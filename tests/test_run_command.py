@@ -124,6 +124,8 @@ def test_a_module_of_an_installed_package_is_found_beside_a_clone_of_its_reposit
         ("import apex", 1, "apex is compiled for CUDA, and not installed: let flopmeter stand in with --shim apex"),
         ("raise ImportError('Please install Flash Attention: pip install flash-attn')", 1, "with --shim flash_attn"),
         ("raise ImportError('the package for FlashAttention2 is not there')", 1, "with --shim flash_attn"),
+        ("raise ImportError('the package for FlashAttention3 is not there')", 1, "with --shim flash_attn_interface"),
+        ("raise ImportError('the package for FlashAttention4 is not there')", 1, "with --shim flash_attn_4"),
         ("raise ImportError('it requires bitsandbytes')", 1, "stand in with --shim bitsandbytes"),
         ("raise ImportError('no kernels, and no apexes')", 1, "what it names is to be installed"),
         ("import transformer_engine.pytorch", 1, "let flopmeter stand in with --shim transformer_engine"),

@@ -126,8 +126,11 @@ def _stray_options(script: Script) -> str:
 
 
 def _named_shim(message: str) -> str | None:
-    """The package that a library says it wants, as words of its own: flash_attn, flash-attn or FlashAttention2."""
-    words = re.sub(r"flash[ -]?attention", "flash_attn", message.lower()).replace("-", "_")
+    """The package that a library says it wants, in words of its own: flash_attn, flash-attn, FlashAttention2 or 4."""
+    words = message.lower()
+    for version, package in (("[ -]?3", "flash_attn_interface"), ("[ -]?4", "flash_attn_4"), ("", "flash_attn")):
+        words = re.sub(rf"flash[ -]?attention{version}", package, words)
+    words = words.replace("-", "_")
     named = (each for each in SHIMS if each != "kernels")  # a common word
     return next((each for each in named if re.search(rf"(?<![a-z]){each}(?![a-z_])", words)), None)
 
