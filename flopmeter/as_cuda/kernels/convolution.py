@@ -13,12 +13,15 @@ from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.operators import aten_overloads
 
 _CONVOLUTION = aten_overloads.convolution.default
+_IN_TORCHSCRIPT = aten_overloads._convolution.default  # torch 2.11 has no kernel of it for meta
+_FLAGS = 4  # its last arguments, which only choose among libraries
 
 
 def install(scope: Emulation) -> None:
     """The dispatch mode calls this override itself. A registered kernel would stay in torch's table of Python kernels
     for other modes even after its registration was removed."""
     scope.overrides[_CONVOLUTION] = convolution
+    scope.overrides[_IN_TORCHSCRIPT] = lambda *args: convolution(*args[:-_FLAGS])
 
 
 def convolution(tensor: Tensor, weight: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
