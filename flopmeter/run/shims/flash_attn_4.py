@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flopmeter.run.shims.flash_attn.newer import check_dtype, kernels_of, restore_torchs_attention, window_of
+from flopmeter.run.shims.flash_attn.newer import check_dtype, how_of, kernels_of, restore_torchs_attention
 from flopmeter.run.shims.kernel import named, refuse
 
 _NOT_THERE = (
@@ -40,8 +40,8 @@ def flash_attn_func(
 ) -> tuple[Tensor, Tensor]:
     """The output, and the logarithms of the sums of each row. Raises NotImplementedError for options that the shim does
     not have."""
-    lengths = (None, None, q.shape[1], k.shape[1])
-    return _attend(q, k, v, lengths, causal, window_size, {"softcap": softcap, **options})
+    left, right = window_size
+    return _flash_attn_fwd(q, k, v, None, None, None, None, causal, left, right, softcap=softcap, **options)
 
 
 def flash_attn_varlen_func(
@@ -65,34 +65,15 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    used = {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table, "softcap": softcap}
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q or q.shape[-3], max_seqlen_k or k.shape[-3])
-    return _attend(q, k, v, lengths, causal, window_size, {**used, **options})
+    left, right = window_size
+    used: dict[str, Any] = {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
+    return _flash_attn_fwd(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, left, right,
+        softcap=softcap, **used, **options,
+    )  # fmt: skip
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: tuple[Tensor | None, Tensor | None, int, int],
-    causal: bool,
-    window: Sequence[int | None],
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    _check(q, options)
-    out, sums = _KERNELS.attend(q, k, v, *lengths, causal, *window_of(window))
-    return out, sums
-
-
-def _check(q: Tensor, options: dict[str, Any]) -> None:
-    refuse("flash_attn.cute", options, _NOT_THERE)
-    check_dtype(q)
-    major, minor = torch.cuda.get_device_capability()
-    if major not in _CAPABILITIES:
-        raise AssertionError(f"FlashAttention-4 supports compute capabilities 9.x, 10.x and 11.x, not {major}.{minor}")
-
-
-# --- what torch calls once it is told to (torch/nn/attention/_fa4.py) -------------------------------------------------
+# --- what both run, and torch calls once it is told to (torch/nn/attention/_fa4.py) ----------------------------------
 
 
 def _flash_attn_fwd(
@@ -109,13 +90,14 @@ def _flash_attn_fwd(
     out: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    _check(q, options)
-    longest = max_seqlen_q or q.shape[-3], max_seqlen_k or k.shape[-3]
-    rest = (q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, causal, *window_of((window_size_left, window_size_right)))
-    if out is None:
-        made, sums = _KERNELS.attend(*rest)
-        return made, sums
-    return out, _KERNELS.attend_into(out, *rest)
+    refuse("flash_attn.cute", options, _NOT_THERE)
+    check_dtype(q)
+    major, minor = torch.cuda.get_device_capability()
+    if major not in _CAPABILITIES:
+        raise AssertionError(f"FlashAttention-4 supports compute capabilities 9.x, 10.x and 11.x, not {major}.{minor}")
+    window = _window(window_size_left, window_size_right)
+    how = how_of((q, k, v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window)
+    return _KERNELS.forward((q, k, v), how, out)
 
 
 def _flash_attn_bwd(
@@ -138,10 +120,15 @@ def _flash_attn_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     found = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-    longest = max_seqlen_q or q.shape[-3], max_seqlen_k or k.shape[-3]
-    rest = (cu_seqlens_q, cu_seqlens_k, *longest, causal, *window_of((window_size_left, window_size_right)))
-    _KERNELS.backward_into(*found, dout, q, k, v, out, lse, *rest)
+    window = _window(window_size_left, window_size_right)
+    how = how_of((q, k, v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window)
+    _KERNELS.backward_into(*found, dout, q, k, v, out, lse, *how)
     return found
+
+
+def _window(*sides: int | None) -> tuple[int, ...]:
+    """As torch's call has it: -1 leaves all keys on a side visible, for which this library says None."""
+    return tuple(-1 if side is None else side for side in sides)
 
 
 FUNCTIONS = named(flash_attn_func, flash_attn_varlen_func)

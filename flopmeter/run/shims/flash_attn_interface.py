@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flopmeter.run.shims.flash_attn.attention import NO_WINDOW, by_library, cache_cost, cached_attention, over_cache
-from flopmeter.run.shims.flash_attn.newer import BACKEND, check_dtype, kernels_of, restore_torchs_attention
+from flopmeter.run.shims.flash_attn.newer import BACKEND, check_dtype, how_of, kernels_of, restore_torchs_attention
 from flopmeter.run.shims.kernel import kernel, named, refuse
 
 _NOT_THERE = (
@@ -129,11 +129,9 @@ def _fwd(
     """`flash_attn_3::fwd` of hopper/flash_api.cpp. Raises NotImplementedError for what the shim does not have."""
     refuse("flash_attn_interface", {"k_new": k_new, "seqused_k": seqused_k, "page_table": page_table})
     check_dtype(q)
-    longest = max_seqlen_q or q.shape[-3], max_seqlen_k or k.shape[-3]
-    rest = (q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, is_causal, window_size_left, window_size_right)
-    if out is None:
-        return (*_KERNELS.attend(*rest), None, None)
-    return out, _KERNELS.attend_into(out, *rest), None, None
+    window = (window_size_left, window_size_right)
+    how = how_of((q, k, v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window)
+    return *_KERNELS.forward((q, k, v), how, out), None, None
 
 
 def _bwd(
@@ -159,9 +157,9 @@ def _bwd(
     *options: Any,
 ) -> None:
     """`flash_attn_3::bwd`, which writes the three gradients."""
-    longest = max_seqlen_q or q.shape[-3], max_seqlen_k or k.shape[-3]
-    lengths = (cu_seqlens_q, cu_seqlens_k, *longest, is_causal, window_size_left, window_size_right)
-    _KERNELS.backward_into(dq, dk, dv, dout, q, k, v, out, softmax_lse, *lengths)
+    window = (window_size_left, window_size_right)
+    how = how_of((q, k, v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window)
+    _KERNELS.backward_into(dq, dk, dv, dout, q, k, v, out, softmax_lse, *how)
 
 
 FUNCTIONS = named(flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)

@@ -6,7 +6,7 @@ Tensors are [batch, length, heads, head size]; sequences that lie end to end are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -174,6 +174,17 @@ def forward_cost(call: Call, library: AttentionBackend) -> Cost:
 
 def backward_cost(call: Call, library: AttentionBackend) -> Cost:
     return by_library(call, attention_backward(_as_call_of(aten._flash_attention_backward.default, call)), library)
+
+
+def into(cost: Callable[[Call], Cost], *written: str) -> Callable[[Call], Cost]:
+    """The cost of an operator that writes results into tensors it is passed, from that of one that makes them."""
+
+    def of_call(call: Call) -> Cost:
+        results = tuple(call.argument(name) for name in written)
+        read = tuple(spec for spec in call.inputs if spec not in results)
+        return cost(replace(call, inputs=read, outputs=(*results, *call.outputs)))
+
+    return of_call
 
 
 def _as_call_of(operator: OpOverload, call: Call) -> Call:

@@ -6,16 +6,17 @@ Tensors are [batch, length, heads, head size]; sequences that lie end to end are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flopmeter.as_cuda.attention_rules import Qkv
 from flopmeter.costs.access import HALVES
 from flopmeter.records import AttentionBackend, Call, Cost
-from flopmeter.run.shims.flash_attn.attention import backward_cost, forward_cost, row_sums
+from flopmeter.run.shims.flash_attn.attention import backward_cost, forward_cost, into, row_sums
 from flopmeter.run.shims.kernel import kernel
 from flopmeter.torch_names.private import FLASH_IMPLEMENTATIONS, FLASH_KERNELS, FLASH_REGISTRY, lost
 
@@ -27,15 +28,36 @@ class LibraryKernels(NamedTuple):
     """Operators of one of the libraries, which differ by name. Sums are the logarithms of the sums of each row:
     [batch, heads, length], or [heads, tokens]."""
 
-    attend: Any  # (query, key, value, starts, key starts, longest, longest keys, causal, left, right) -> out, sums
+    attend: Any  # (query, key, value, *how) -> out, sums; `how` is what `how_of` returns
     attend_into: Any  # the same after `out`, which it writes -> sums
-    backward_into: Any  # (three gradients to write, gradient, query, key, value, out, sums, starts, ...)
+    backward_into: Any  # (three gradients to write, gradient, query, key, value, out, sums, *how)
+
+    def forward(self, qkv: Qkv, how: tuple[Any, ...], out: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output, `out` if it is given, and the sums."""
+        if out is None:
+            made, sums = self.attend(*qkv, *how)
+            return made, sums
+        return out, self.attend_into(out, *qkv, *how)
+
+
+def how_of(
+    qkv: Qkv,
+    starts: Tensor | None,
+    key_starts: Tensor | None,
+    longest: int | None,
+    longest_keys: int | None,
+    causal: bool,
+    window: Sequence[int],
+) -> tuple[Any, ...]:
+    """The operators' arguments after the tensors. A length that is not given is that of all tokens."""
+    query, key, _ = qkv
+    return starts, key_starts, longest or query.shape[-3], longest_keys or key.shape[-3], causal, *window
 
 
 def kernels_of(library: str) -> LibraryKernels:
     forward = kernel(library, _cost)(_forward)
-    into = kernel(f"{library}_into", _into(_cost, "out"), mutates=("out",))(_forward_into)
-    backward = kernel(f"{library}_backward", _into(_backward_cost, *_GRADIENTS), mutates=_GRADIENTS)(_backward_into)
+    forward_into = kernel(f"{library}_into", into(_cost, "out"), mutates=("out",))(_forward_into)
+    backward = kernel(f"{library}_backward", into(_backward_cost, *_GRADIENTS), mutates=_GRADIENTS)(_backward_into)
 
     def gradients(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         query, key, value, starts, key_starts, out, sums = ctx.saved_tensors
@@ -47,18 +69,12 @@ def kernels_of(library: str) -> LibraryKernels:
         return (*found, *none)
 
     forward.register_autograd(gradients, setup_context=_keep)
-    return LibraryKernels(forward, into, backward)
+    return LibraryKernels(forward, forward_into, backward)
 
 
 def check_dtype(query: Tensor) -> None:
     if query.dtype not in HALVES:
         raise NotImplementedError(f"flopmeter's shim of FlashAttention-3 and -4 takes fp16 and bf16, not {query.dtype}")
-
-
-def window_of(sides: Sequence[int | None]) -> tuple[int, int]:
-    """How many keys each side leaves visible; -1: all, for which FlashAttention-4 says None."""
-    left, right = (-1 if side is None else side for side in sides)
-    return left, right
 
 
 def restore_torchs_attention() -> None:
@@ -74,23 +90,12 @@ def restore_torchs_attention() -> None:
 
 
 def _cost(call: Call) -> Cost:
-    return forward_cost(call, BACKEND)
+    cost = forward_cost(call, BACKEND)
+    return replace(cost, name=cost.name.removesuffix("_into"))
 
 
 def _backward_cost(call: Call) -> Cost:
     return backward_cost(call, BACKEND)
-
-
-def _into(cost: Callable[[Call], Cost], *written: str) -> Callable[[Call], Cost]:
-    """The cost of an operator that writes results into tensors it is passed, from that of one that makes them."""
-
-    def of_call(call: Call) -> Cost:
-        results = tuple(call.argument(name) for name in written)
-        read = tuple(spec for spec in call.inputs if spec not in results)
-        made = cost(replace(call, inputs=read, outputs=(*results, *call.outputs)))
-        return replace(made, name=made.name.removesuffix("_into"))
-
-    return of_call
 
 
 def _forward(

@@ -4,7 +4,6 @@ before, as the package chooses where both are installed; NVTE_FUSED_ATTN and NVT
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from flopmeter.known_values.entry_points import note_assumption
 from flopmeter.records import Call, Cost
-from flopmeter.run.shims.flash_attn.attention import backward_cost, forward_cost, row_sums
+from flopmeter.run.shims.flash_attn.attention import backward_cost, forward_cost, into, row_sums
 from flopmeter.run.shims.kernel import kernel
 from flopmeter.run.shims.transformer_engine.base import SavesNoScales, refuse, share_storage
 from flopmeter.run.shims.transformer_engine.parallel import size_of
@@ -35,12 +34,13 @@ def _forward(
 
 
 def _backward_cost(call: Call) -> Cost:
-    gradients = tuple(call.argument(f"of_{name}") for name in ("query", "key", "value"))
-    read = tuple(spec for spec in call.inputs if spec not in gradients)
-    return backward_cost(replace(call, inputs=read, outputs=gradients), call.argument("library"))
+    return backward_cost(call, call.argument("library"))
 
 
-@kernel("te_attention_backward", _backward_cost, mutates=("of_query", "of_key", "of_value"))
+_GRADIENTS = ("of_query", "of_key", "of_value")
+
+
+@kernel("te_attention_backward", into(_backward_cost, *_GRADIENTS), mutates=_GRADIENTS)
 def _backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, of_query: Tensor,
     of_key: Tensor, of_value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int,
