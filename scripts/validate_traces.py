@@ -115,12 +115,8 @@ def _by_kernel_class(checks: Iterable[Check]) -> None:
 
 def _line_of_class(name: str, rows: list[tuple[CheckRow, Band]]) -> list[object]:
     ratios = sorted((row.measured_seconds / row.predicted_seconds, row.measured_seconds) for row, _ in rows)
-    measured = sum(seconds for _, seconds in ratios)
+    measured = _measured(row for row, _ in rows)
     reached = list(accumulate(seconds for _, seconds in ratios))
     quantiles = [ratios[bisect_left(reached, share * measured)][0] for share in (0.1, 0.5, 0.9)]
-    inside = sum(
-        row.measured_seconds
-        for row, of_class in rows
-        if 1 - of_class.below <= row.measured_seconds / row.predicted_seconds <= 1 + of_class.above
-    )
+    inside = _measured(row for row, of_class in rows if of_class.holds(row.measured_seconds, row.predicted_seconds))
     return [name, len(rows), 1e3 * measured, *quantiles, 100 * inside / measured]

@@ -105,8 +105,7 @@ def test_most_of_the_time_in_a_profile_lies_in_the_bands_of_its_kernels(trace):
     for row in found.rows:
         if row.kernel_class:
             measured[row.kernel_class] += row.measured_seconds
-            of_class = band(row.kernel_class, found.hardware)
-            if 1 - of_class.below <= row.measured_seconds / row.predicted_seconds <= 1 + of_class.above:
+            if band(row.kernel_class, found.hardware).holds(row.measured_seconds, row.predicted_seconds):
                 inside[row.kernel_class] += row.measured_seconds
     shares = {name: inside[name] / seconds for name, seconds in measured.items() if seconds > 1e-3}
     assert len(shares) > 3

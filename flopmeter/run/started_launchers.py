@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from types import FrameType
@@ -16,6 +15,7 @@ from typing import Any
 from flopmeter.run.launchers import is_launcher, plain
 from flopmeter.run.patches import Patch
 from flopmeter.run.script import GivesWay
+from flopmeter.torch_names.frames import callers
 
 _OF_LAUNCHERS = ("accelerate.commands.", "deepspeed.launcher.", "torch.distributed.elastic.")
 _OF_SHELLS = {"&&", "||", "|", ";", "&", ">", ">>", "<"}  # a line of a shell that does more than one thing
@@ -63,15 +63,8 @@ def _look_at(command: Any, environment: Mapping[str, str] | None, folder: str | 
         return
     if is_launcher(words):
         raise StartsLauncher(words, environment, folder)
-    if words[:1] == ["python"] and any(map(_is_a_launchers, islice(_callers(), _FRAMES_LOOKED_AT))):
+    if words[:1] == ["python"] and any(map(_is_a_launchers, islice(callers(), _FRAMES_LOOKED_AT))):
         raise StartsLauncher([*_torchrun_of(environment or {}), *words], environment, folder)
-
-
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _is_a_launchers(frame: FrameType) -> bool:

@@ -39,6 +39,9 @@ class Band(NamedTuple):
     above: float
     devices: tuple[str, ...] = ()  # the devices that the class was validated on
 
+    def holds(self, measured: float, predicted: float) -> bool:
+        return (1 - self.below) * predicted <= measured <= (1 + self.above) * predicted
+
 
 # By class of kernel, as `Timing.kernel_class` names it. fp32: from single operators (NeuSight). fp16: from whole image
 # models, whose error is divided among their classes; `fused` from their compiled runs. bf16 and fp8: GEMMs from 2 µs
