@@ -72,6 +72,20 @@ def test_a_recurrent_cell_calls_five_functions_of_an_lstm_and_three_of_a_gru(kin
     assert [cost.transcendentals for cost in gates] == [functions * 6 * 12]
 
 
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
+def test_a_recurrent_cell_without_biases_trains_with_as_many_products_as_one_with_them(kind):
+    """Two, each with two gradients; but the input wants none."""
+
+    def products(bias):
+        with torch.device("meta"):
+            cell, x = kind(20, 12, bias=bias), torch.empty(6, 20)
+        with FlopMeter("a100-sxm4-80gb") as meter:
+            torch.cat([*torch.atleast_1d(cell(x))]).sum().backward()
+        return [kernel.cost.work.matmuls for kernel in meter.report().kernels if hasattr(kernel.cost.work, "matmuls")]
+
+    assert products(bias=False) == products(bias=True) != []
+
+
 def test_the_hidden_state_of_an_lstm_cell_comes_before_the_state_of_its_cell():
     """Its gradient is the first one of the fused kernel; the other is not given."""
     with torch.device("meta"):

@@ -38,6 +38,7 @@ def install(scope: Emulation) -> None:
         for overload, made in ((packet.input, _padded), (packet.data, _packed)):
             scope.override(overload, made(scope, overload, mode), vmap_key=None)
     scope.meta_kernel("aten::_cudnn_rnn", cudnn_rnn)
+    scope.meta_kernel("aten::_thnn_fused_lstm_cell", fused_lstm_cell)
     scope.override(aten.lstm_cell.default, lstm_cell, vmap_key=None)
     scope.override(aten.gru_cell.default, gru_cell, vmap_key=None)
 
@@ -149,6 +150,13 @@ def lstm_cell(
     hidden, cell = hx
     new_hidden, new_cell, _ = aten._thnn_fused_lstm_cell(F.linear(tensor, w_ih), F.linear(hidden, w_hh), cell, *biases)
     return new_hidden, new_cell
+
+
+def fused_lstm_cell(
+    input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, *biases: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The Meta kernel: the states, and the gates for the backward pass. torch's own fails without biases."""
+    return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(input_gates)
 
 
 def gru_cell(tensor: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, *biases: Tensor | None) -> Tensor:
