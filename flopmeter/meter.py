@@ -16,6 +16,7 @@ from flopmeter.compiler import AroundTracing, Exports, OnCompiledCall, PosedDevi
 from flopmeter.costs import CallCosts, costs_of, kernels_of
 from flopmeter.costs.contractions.linalg import chain_notes
 from flopmeter.costs.contractions.quantized import group_assumptions
+from flopmeter.costs.contractions.rnn import step_notes
 from flopmeter.costs.contractions.varlen import packed_assumptions
 from flopmeter.costs.data_movement.communication import message_notes
 from flopmeter.costs.host_work import host_work_notes, staging_notes
@@ -254,7 +255,7 @@ class FlopMeter:
         notes = (
             *self._notes(device), *uncounted_notes(kernels), *uncounted_implementations(kernels),
             *message_notes(kernels, running), *host_work_notes(trace),
-            *staging_notes(kernels, host), *chain_notes(kernels),
+            *staging_notes(kernels, host), *chain_notes(kernels), *step_notes(kernels, device, host),
         )  # fmt: skip
         assumed = (
             *in_words(self.assumed), *packed_assumptions(kernels), *group_assumptions(kernels),

@@ -116,7 +116,7 @@ class MeteredRun:
             timings=timed.timings,
             hardware=self.hardware,
             switches=switches,
-            host_seconds=host_seconds(run, self.host),
+            host_seconds=host_seconds(run, self.hardware, self.host),
             memory=memory_of(trace, self.hardware, run.lives),
             causal=self.causal,
             assumptions=self.assumptions,

@@ -74,7 +74,7 @@ def images() -> nn.Module:
 PROGRAMS = {
     "eager attention": (EagerAttention, (8, 512)),
     "layers that are checkpointed": (lambda: nn.Sequential(nn.Embedding(9000, 1024), Gated(), Gated()), (4, 1024)),
-    "recurrent layers": (Recurrent, (128, 64)),
+    "recurrent layers": (Recurrent, (16, 2048)),
     "images": (images, (64, 3, 112, 112)),
 }
 

@@ -81,9 +81,17 @@ def test_products_and_transforms_wait_for_nothing(run: Callable[[], object]) -> 
 
 
 def test_a_report_says_that_the_chain_is_what_takes_long() -> None:
-    report = metered(lambda: torch.linalg.qr(square()))
+    report = on_host(0.1, lambda: torch.linalg.qr(square()))
     assert report.regime == "overhead"
     assert "8,192 kernels one after another, which take longer to start than to work" in str(report)
+
+
+def test_a_slow_host_keeps_the_device_waiting_in_a_chain() -> None:
+    """8,191 further launches of 3.3 µs; the device needs 12.7 ms for them, in which it is not idle."""
+    report = metered(lambda: torch.linalg.qr(square()))
+    assert report.seconds == pytest.approx(8191 * 3.3e-6, rel=0.01)
+    assert report.idle_seconds == pytest.approx(report.seconds - report.kernel_seconds)
+    assert "the device waits for the host" in str(report)
 
 
 def on_host(relative_time: float, run: Callable[[], object]) -> Report:

@@ -165,7 +165,7 @@ def in_pages() -> list[records.Kernel]:
 def recur() -> None:
     nn.LSTM(16, 32, num_layers=2, device="meta")(meta(5, 2, 16))
     nn.GRU(16, 25, device="meta")(meta(7, 2, 16))
-    nn.LSTM(16, 200, device="meta")(meta(5, 2, 16))
+    nn.LSTM(16, 200, device="meta")(meta(5, 2, 16))[0].sum().backward()
     nn.LSTM(256, 256, device="meta", dtype=F16)(meta(5, 8, 256, dtype=F16))
 
 

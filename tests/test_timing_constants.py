@@ -39,7 +39,11 @@ def test_tiles_and_slices_are_powers_of_two_as_those_of_cuda_libraries():
         (constants.PLAIN_ARITHMETIC_SHARE, 9.75 / 19.5),  # 'Making Deep Learning Go Brrrr': without multiply-adds
         (constants.LINK_SHARE, 55.4 / 63),  # stas00/ml-engineering, network: PCIe 5.0 x16, host to device
         (constants.DEFAULT_LINK_BYTES_PER_S, 16 * 8e9 * 128 / 130 / 8),  # PCIe 3.0: 16 lanes of 8 GT/s, 128b/130b
-        (constants.RECURRENT_STEP_SECONDS, 2 * 4 * 1152**2 / 2.8e12),  # Diamos et al., ICML 2016: 2.8 TFLOP/s
+        # Kernels that keep an LSTM's weights, in validation/traces/h200_kernels_conv.json.gz: 200 and 100 steps.
+        (constants.KEPT_STEP_SECONDS["everywhere"][0], 349.0e-6 / 200),
+        (constants.KEPT_STEP_SECONDS["everywhere"][1], 387.4e-6 / 200),
+        (constants.KEPT_STEP_SECONDS["on large devices"][0], 248.6e-6 / 100),
+        (constants.KEPT_STEP_SECONDS["on large devices"][1], 401.1e-6 / 100),
         (constants.WINOGRAD_PATCH - constants.WINOGRAD_OUTPUT, 3 - 1),  # Lavin and Gray: a tile overlaps by kernel - 1
         (GRAPH_CHECK_SECONDS + GRAPH_LAUNCH_SECONDS, 169e-6),  # pytorch issue 150488, one replay
         (GRAPH_NODE_SECONDS, 1.2e-6),  # pytorch issue 161104: 1.1 to 1.3 µs

@@ -90,7 +90,7 @@ def improved(report: Report, regime: Regime, times: float, host: Host | None = N
         report,
         hardware=device,
         timings=time_kernels(Launched(report.launches, prices, host)),
-        host_seconds=host_seconds(report.launches, host),
+        host_seconds=host_seconds(report.launches, device, host),
     )
 
 

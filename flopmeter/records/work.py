@@ -60,12 +60,13 @@ class Convolution(NamedTuple):
 
 class Recurrence(NamedTuple):
     """Steps that run one after another. `matmuls` are those of one step: one per layer and direction.
-    `keeps_weights`: on which devices one kernel runs all steps, with the weights on the chip; elsewhere a step is a
-    matmul and a kernel for the gates."""
+    `keeps_weights`: on which devices one kernel runs all steps, with the weights on the chip: everywhere where a thread
+    block holds all units. Elsewhere a step is a matmul and a kernel for the gates."""
 
     steps: int
     matmuls: tuple[Matmul, ...]
     keeps_weights: Literal["everywhere", "on large devices", "nowhere"]
+    is_backward: bool = False
 
 
 class Mask(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from flopmeter.records import Regime
 from flopmeter.report.quantities import duration, percent, percent_of
 from flopmeter.report.report import Report
-from flopmeter.report.wins import LEAST_GAIN, WAITS, WHOLE, Advice, HotSpot
+from flopmeter.report.wins import LEAST_GAIN, WAITS, WAITS_FOR_STEPS, WHOLE, Advice, HotSpot
 
 MOST_ROWS = 5
 NEAR_FLOOR = 0.7  # of the wall-clock is the floor: then the run is near it, since kernels never get nearer
@@ -79,7 +79,9 @@ def in_lines(shown: WhereToWin | None) -> list[str]:
 def _is_news(spot: HotSpot, report: Report) -> bool:
     """Whether a hot spot is worth a line: it is large enough, and no advice is about it."""
     told = any(
-        each.where == spot.where or set(spot.places) <= set(each.places) or (each.where == WHOLE and spot.why == WAITS)
+        each.where == spot.where
+        or set(spot.places) <= set(each.places)
+        or (each.where == WHOLE and spot.why in (WAITS, WAITS_FOR_STEPS))
         for each in report.advice
     )
     return not told and spot.over_floor >= LEAST_GAIN * report.seconds

@@ -10,6 +10,7 @@ MINOR_FAULT = 0.05  # of the wall-clock: a fault that wins less is sorted by its
 
 WHOLE = "the whole program"
 WAITS = "the device waits for the host before it"
+WAITS_FOR_STEPS = "the host launches its kernels one by one, more slowly than the device runs them"
 WAITS_FOR_LINK = "the computing stream waits for communication before it"
 
 

@@ -133,9 +133,12 @@ FULL_ALIGNMENT_BYTES = 16
 UNALIGNED_LOAD_BYTES = 4
 UNALIGNED_LOADS_PER_CYCLE = 3.1
 
-# Least time of one step of a recurrent layer, in seconds: all SMs wait for each other at a barrier. 2.8 TFLOP/s at
-# 1152 units and 4 sequences on a Titan X are 3.8 µs a step (Diamos et al., 'Persistent RNNs', ICML 2016).
-RECURRENT_STEP_SECONDS = 3.8e-6
+# Least time of one step in cuDNN's kernels that keep the weights of a recurrent layer on the chip, in seconds, forward
+# and backward: of those that run everywhere, whose thread blocks have all units (`RNN_blockPersist_fp_LSTM_HMMA`, 128
+# units), and of those for large devices, whose blocks wait for each other at a barrier (`ampere_lstm_tile16`, 512
+# units). One LSTM each in fp16 on an H200 (`validation/traces`); 1152 units of a plain network took 3.8 µs forward on a
+# Titan X (Diamos et al., 'Persistent RNNs', ICML 2016).
+KEPT_STEP_SECONDS = {"everywhere": (1.75e-6, 1.94e-6), "on large devices": (2.5e-6, 4.0e-6)}
 
 # Share of an H100's matrix peak that Ampere's `mma` instructions reach there; torch's flash kernels use them (Luo et
 # al., 'Benchmarking and Dissecting the Nvidia Hopper GPU Architecture', arXiv 2402.13499: 62.9 % on average). Their

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
+from flopmeter.costs.contractions.rnn import runs_as_one_kernel
 from flopmeter.device.hardware import Hardware, Peak
 from flopmeter.records import (
     AttentionWork,
@@ -15,7 +16,6 @@ from flopmeter.records import (
     Matmul,
     MatmulWork,
     MatrixWork,
-    Recurrence,
     RecurrentWork,
     UnpackingMatmulWork,
 )
@@ -182,13 +182,14 @@ def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: 
     recurrence = work.recurrence
     in_cache = MatmulBytes(0.0, 0.0, moved.item_bytes)
     step = _one_after_another(recurrence.matmuls, in_cache, rates)
-    if _keeps_weights(recurrence, hardware):
+    if runs_as_one_kernel(recurrence, hardware):
         together = _one_after_another(work.matmuls, moved.share(len(work.matmuls)), rates)
         compute = recurrence.steps * step.work_seconds
-        barriers = recurrence.steps * len(recurrence.matmuls) * constants.RECURRENT_STEP_SECONDS
+        least = constants.KEPT_STEP_SECONDS[recurrence.keeps_weights][recurrence.is_backward]
+        waits = recurrence.steps * len(recurrence.matmuls) * least
         return together._replace(
             compute_seconds=max(together.compute_seconds, compute),
-            work_seconds=max(together.work_seconds, compute, barriers),
+            work_seconds=max(together.work_seconds, compute, waits),
         )
     at_once = list(work.matmuls)
     for own in recurrence.matmuls:  # of which the products for all tokens hold one each
@@ -203,11 +204,3 @@ def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: 
         together.latency_seconds,
         max(step.sms, together.sms),
     )
-
-
-def _keeps_weights(recurrence: Recurrence, hardware: Hardware) -> bool:
-    """Whether one kernel runs all steps: everywhere, or on devices that are large for torch
-    (`use_persist_device_heuristics` in aten/src/ATen/native/cudnn/RNN.cpp)."""
-    major, minor = hardware.compute_capability or (0, 0)
-    is_large = (major, minor) == (7, 0) or (major >= 8 and minor != 6 and hardware.sm_count >= 98)
-    return recurrence.keeps_weights == "everywhere" or (recurrence.keeps_weights == "on large devices" and is_large)

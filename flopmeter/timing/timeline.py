@@ -7,10 +7,11 @@ and waits for every kernel. Programs of many ranks run kernels and collectives o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from flopmeter.costs import costs_of
+from flopmeter.costs.contractions.rnn import runs_as_one_kernel
 from flopmeter.costs.data_movement.communication import group_of, is_message, message_ends
 from flopmeter.device.cluster import Cluster, CollectivePrice, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware, Host
@@ -28,7 +29,7 @@ from flopmeter.records import (
 )
 from flopmeter.records.collectives import COLLECTIVE_OPS
 from flopmeter.records.ops import Op
-from flopmeter.records.work import VectorWork
+from flopmeter.records.work import RecurrentWork, VectorWork
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
@@ -55,12 +56,11 @@ def _alone(run: Launched, lead: float = 0.0) -> list[Timing]:
 
 def _in_order(run: Launched, lead: float) -> list[Timing]:
     """The timings of the kernels on one stream."""
-    launches, _, host = run
     timings: list[Timing] = []
     enqueued = -lead  # when the host has sent the kernel
     free = 0.0  # when the device has finished the last one
-    for number, host_step in enumerate(_host_steps(launches, host)):
-        work, ramp, kernel_class, bounds, clock, few_flops, _ = run.price(number)
+    for number, host_step in enumerate(run.host_steps()):
+        work, ramp, kernel_class, bounds, clock, few_flops, _ = run.prices(number)
         enqueued += host_step
         start = max(enqueued, free)
         times = (*bounds, work, ramp, start - free, start)
@@ -76,7 +76,7 @@ def _as_a_turn(run: Launched, once: list[Timing]) -> list[Timing]:
     never waits and the device takes longer, the host gets further ahead with every iteration: everything is enqueued
     before the device begins. Else the host is ahead by what the device has left to do when the host is done."""
     waits = [run.host_waits_for(number) for number in range(len(once))]
-    host = host_seconds(run.launches, run.host)
+    host = host_seconds(run.launches, run.prices.hardware, run.host)
     if not any(waits):
         ahead = _alone(run, host)
         if _end(ahead) > host:
@@ -99,15 +99,17 @@ class Launched(NamedTuple):
     prices: LaunchPrices
     host: Host
 
-    def price(self, number: int) -> _Priced:
-        """A kernel's price. A chain of kernels that one op launches takes no less than the host takes to launch it."""
-        priced = self.prices(number)
-        if self.prices.is_cpu:
-            return priced
-        chain = _chain_seconds(self.launches, number, self.host)
-        if not chain:
-            return priced
-        return priced._replace(floor_seconds=max(priced.floor_seconds, chain - priced.work_seconds))
+    def host_steps(self) -> Iterator[float]:
+        """Host seconds before each kernel is sent, since the one before was. Several that one op launches count as sent
+        when the device can run through them without waiting for a launch."""
+        late = 0.0
+        for number, (before, further) in enumerate(_host_steps(self.launches, self.prices.hardware, self.host)):
+            stall = 0.0
+            if further and not self.prices.is_cpu:
+                priced = self.prices(number)
+                stall = max(0.0, further - priced.work_seconds - priced.floor_seconds)
+            yield late + before + stall
+            late = further - stall
 
     def host_waits_for(self, number: int) -> bool:
         """Whether the host goes on only when that kernel has ended."""
@@ -130,9 +132,9 @@ def _works(launched: Launched) -> list[Activity]:
     launches = launched.launches
     works = []
     placements = launches.placements or [Placement(DEFAULT_STREAM, ())] * len(launches.kernels)
-    host_steps = _host_steps(launches, launched.host)
-    for number, (kernel, placement, host_step) in enumerate(zip(launches.kernels, placements, host_steps, strict=True)):
-        priced = launched.price(number)
+    sent = zip(launches.kernels, placements, launched.host_steps(), strict=True)
+    for number, (kernel, placement, host_step) in enumerate(sent):
+        priced = launched.prices(number)
         party = _party_of(kernel)
         blocks = launched.host_waits_for(number)
         seconds = priced.work_seconds + priced.floor_seconds
@@ -159,7 +161,7 @@ def _timings(launched: Launched, spans: list[Stretch]) -> list[Timing]:
     placements = launched.launches.placements
     timings = []
     for number, (enqueued, free, start, end) in enumerate(spans):
-        work, ramp, kernel_class, bounds, clock, few_flops, _ = launched.price(number)
+        work, ramp, kernel_class, bounds, clock, few_flops, _ = launched.prices(number)
         if end - start > (work + ramp) * (1 + ROUNDING):
             work = end - start - ramp  # others slowed it
         stream = DEFAULT_STREAM if placements is None else placements[number].stream
@@ -212,10 +214,10 @@ class LaunchPrices:
     `clock_of` gives the clock of each kernel, as a share of that of the device; without it all have this clock."""
 
     def __init__(self, launches: Launches, price_at: KernelPrices, cluster: Cluster | None, clock_of: ClockOf | None):
-        self._hardware = price_at.hardware
-        self.is_cpu = self._hardware.is_cpu
+        self.hardware = price_at.hardware
+        self.is_cpu = self.hardware.is_cpu
         self._launches, self._price_at, self._cluster, self._clock_of = launches, price_at, cluster, clock_of
-        self._cached = [] if self.is_cpu else cached_bytes(launches.kernels, self._hardware.l2_cache_bytes)
+        self._cached = [] if self.is_cpu else cached_bytes(launches.kernels, self.hardware.l2_cache_bytes)
         self._collectives: dict[Collective, CollectivePrice] = {}
 
     def __call__(self, number: int) -> _Priced:
@@ -230,7 +232,7 @@ class LaunchPrices:
         cached = self._cached[number] if self._cached else 0.0
         clock = self._clock_of(number, cached) if self._clock_of else 1.0
         (compute, memory, work, latency, sms), kernel_class, few_flops = self._price_at(cost, cached, clock)
-        ramp = self._hardware.kernel_floor_seconds + latency
+        ramp = self.hardware.kernel_floor_seconds + latency
         graph = self._launches.graphs[number]
         if graph is not None:
             # The device needs some time from one node of a graph to the next; a kernel takes at least that.
@@ -238,32 +240,37 @@ class LaunchPrices:
         return _Priced(work, ramp, kernel_class, (compute, memory), clock, few_flops, Demand(compute, memory, sms))
 
     def _transfer(self, collective: Collective, price: CollectivePrice) -> Transfer:
-        device, transport = self._hardware, cluster_of(self._hardware, self._cluster).intra.transport
+        device, transport = self.hardware, cluster_of(self.hardware, self._cluster).intra.transport
         return transfer_of(collective, price, transport, device.sm_count, device.sustained_bandwidth_bytes_per_s)
 
     def _collective_price(self, collective: Collective) -> CollectivePrice:
         price = self._collectives.get(collective)
         if price is None:
-            price = price_collective(collective, cluster_of(self._hardware, self._cluster))
+            price = price_collective(collective, cluster_of(self.hardware, self._cluster))
             self._collectives[collective] = price
         return price
 
 
-def host_seconds(launches: Launches, host: Host) -> float:
+class _HostStep(NamedTuple):
+    """Seconds of the host for one kernel: until it is launched, and for further ones that its op launches, of which the
+    device may begin with the first."""
+
+    before: float
+    further: float
+
+
+def host_seconds(launches: Launches, hardware: Hardware, host: Host) -> float:
     """How long the host takes to launch all kernels, without the time in which it waits for the device."""
-    last = len(launches.kernels) - 1
-    return sum(_host_steps(launches, host)) + (_chain_seconds(launches, last, host) if last >= 0 else 0.0)
+    return sum(before + further for before, further in _host_steps(launches, hardware, host))
 
 
-def _host_steps(launches: Launches, host: Host) -> list[float]:
-    """Host seconds before each kernel is launched. For an eager kernel they are those of its op and of the views and
-    module calls before it, which come before the call of a compiled graph, too. A graph costs one call; if it is not
-    replayed, each of its kernels costs a launch."""
-    steps: list[float] = []
+def _host_steps(launches: Launches, hardware: Hardware, host: Host) -> Iterator[_HostStep]:
+    """For an eager kernel they are those of its op and of the views and module calls before it, which come before the
+    call of a compiled graph, too. A graph costs one call; if it is not replayed, each of its kernels costs a launch."""
     running: int | None = None
     called: int | None = None  # of the compiler's graphs, several of which may be priced as one
     for kernel, graph in zip(launches.kernels, launches.graphs, strict=True):
-        outside = 0.0
+        outside, is_replayed = 0.0, False
         if graph is None or kernel.op.graph not in (None, called):
             outside = host.before_op_seconds(kernel.views, kernel.module_calls)
         called = kernel.op.graph
@@ -271,26 +278,26 @@ def _host_steps(launches: Launches, host: Host) -> list[float]:
             step = op_seconds(kernel.cost, host)
         else:
             mode = launches.mode_of(graph)
-            step = 0.0 if mode.replays_graph else _compiled_seconds(kernel.cost, host)
+            is_replayed = mode.replays_graph
+            step = 0.0 if is_replayed else _compiled_seconds(kernel.cost, host)
             if graph != running:
                 tensors = (launches.tensors or {}).get(graph, 0)
                 step += host.relative_time * (mode.graph_call_seconds + tensors * mode.graph_tensor_seconds)
         running = graph
-        number = len(steps)
-        rest = _chain_seconds(launches, number - 1, host) if number else 0.0  # of the op before
-        steps.append(step + outside + rest)
-    return steps
+        yield _HostStep(step + outside, 0.0 if is_replayed else further_seconds(kernel.cost, hardware, host))
 
 
-def _chain_seconds(launches: Launches, number: int, host: Host) -> float:
-    """What the host takes to launch the further kernels of a factorization, of which the device may begin with the
-    first. (The seconds of another op were set on programs whose ops launch a few kernels, and hold them.)"""
-    cost, graph = launches.kernels[number].cost, launches.graphs[number]
-    if cost.op_class != CONTRACTION or not isinstance(cost.work, VectorWork):
+def further_seconds(cost: Cost, hardware: Hardware, host: Host) -> float:
+    """What the host takes to launch the further kernels of an op: of a factorization, or of a recurrent network. (The
+    seconds of another op were set on programs whose ops launch a few kernels, and hold them.)"""
+    if cost.op_class != CONTRACTION:
         return 0.0
-    if graph is not None and launches.mode_of(graph).replays_graph:
-        return 0.0
-    return (cost.work.kernels - 1) * host.further_launch_seconds
+    match cost.work:
+        case VectorWork(kernels=calls):
+            return (calls - 1) * host.further_launch_seconds
+        case RecurrentWork(recurrence=recurrence) if not runs_as_one_kernel(recurrence, hardware):
+            return recurrence.steps * len(recurrence.matmuls) * host.recurrent_step_seconds
+    return 0.0
 
 
 def op_seconds(cost: Cost, host: Host) -> float:

@@ -6,13 +6,14 @@ step has to wait for the one before, which the time model has to know (`Recurren
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
 from flopmeter.costs.rules import alignment_bytes, macs_of, make_contraction, make_cost, make_product, rule
-from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, Recurrence, RecurrentWork, TensorSpec
+from flopmeter.device.hardware import Hardware, Host
+from flopmeter.records import ELEMENTWISE, Call, Cost, Kernel, Matmul, Recurrence, RecurrentWork, TensorSpec
 from flopmeter.torch_names.operators import aten
 
 
@@ -121,6 +122,27 @@ def gru_cell_backward(call: Call) -> Cost:
     return make_cost(call, ELEMENTWISE, (GRU.backward_flops + call.argument("has_bias") * 2 * GRU.gates) * units)
 
 
+def runs_as_one_kernel(recurrence: Recurrence, hardware: Hardware) -> bool:
+    """Whether one kernel runs all steps of a layer: everywhere, or on devices that are large for torch
+    (`use_persist_device_heuristics` in aten/src/ATen/native/cudnn/RNN.cpp)."""
+    major, minor = hardware.compute_capability or (0, 0)
+    is_large = (major, minor) == (7, 0) or (major >= 8 and minor != 6 and hardware.sm_count >= 98)
+    return recurrence.keeps_weights == "everywhere" or (recurrence.keeps_weights == "on large devices" and is_large)
+
+
+def step_notes(kernels: Iterable[Kernel], hardware: Hardware, host: Host) -> list[str]:
+    """A note on recurrent layers whose steps the host launches."""
+    works = (kernel.cost.work for kernel in kernels)
+    each = [work.recurrence for work in works if isinstance(work, RecurrentWork)]
+    steps = sum(own.steps * len(own.matmuls) for own in each if not runs_as_one_kernel(own, hardware))
+    if not steps or hardware.is_cpu:
+        return []
+    return [
+        f"recurrent layers: cuDNN launches {steps:,} steps one by one, since no kernel keeps their weights on the chip;"
+        f" each takes {host.recurrent_step_seconds * 1e6:.3g} µs of the host"
+    ]
+
+
 def _tokens(call: Call) -> int:
     """Steps times sequences; packed input [tokens, features] has them in one dimension."""
     x = call.argument("input")
@@ -138,7 +160,7 @@ def _work(call: Call, weights: Sequence[TensorSpec], matmuls: Sequence[Matmul], 
     sequences = -(-_tokens(call) // max(1, steps))
     inner = (shape for place, shape in enumerate(matrices) if place % per_stack == 1)
     of_step = (Matmul(1, sequences, *(shape[::-1] if is_backward else shape)) for shape in inner)
-    recurrence = Recurrence(steps, tuple(of_step), _keeps_weights(call, sequences, is_backward))
+    recurrence = Recurrence(steps, tuple(of_step), _keeps_weights(call, sequences, is_backward), is_backward)
     return RecurrentWork(tuple(matmuls), macs_of(call, matmuls), alignment_bytes(call), recurrence)
 
 

@@ -27,11 +27,12 @@ from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.quantities import figure, percent, percent_of
 from flopmeter.report.report import Report
 from flopmeter.report.rows import OUTSIDE
-from flopmeter.report.wins import WAITS, WAITS_FOR_LINK, HotSpot
+from flopmeter.report.wins import WAITS, WAITS_FOR_LINK, WAITS_FOR_STEPS, HotSpot
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import miss_share
 from flopmeter.timing.floors import least_seconds, peak_of
 from flopmeter.timing.matmul import tile_count
+from flopmeter.timing.timeline import further_seconds
 
 MOST_PLACES = 2  # modules that a row names
 NEAR_PEAK = 0.7  # of the rate that bounds a kernel: above this share a kernel is as good as such kernels get
@@ -128,9 +129,11 @@ def _why(group: list[Timed], report: Report) -> str:
     over = wall_clock(group) - floor_of(group, report)
     if any(timing.is_collective for _, timing in group):
         return "nothing computes while it communicates"
-    if waits + for_link > over / 2:
-        return WAITS if waits > for_link or report.cluster is None else WAITS_FOR_LINK
     kernel, timing = _furthest_above(group, report)
+    if waits + for_link > over / 2:
+        if waits <= for_link and report.cluster is not None:
+            return WAITS_FOR_LINK
+        return WAITS_FOR_STEPS if further_seconds(kernel.cost, report.hardware, report.hardware.host) else WAITS
     over_here = timing.seconds - floor_of([(kernel, timing)], report)
     if ramps > over / 2 or timing.floor_seconds > over_here / 2:
         starts = kernel.cost.work.kernels if isinstance(kernel.cost.work, VectorWork) else 1
