@@ -106,6 +106,11 @@ class SpecCheck(SchemaRecord):
     memory: MemoryCheck | None = field(default=None, metadata=by(record(MemoryCheck)))
 
 
+# Host time of one step in a layer of cuDNN's RNN whose weights no kernel keeps: cuDNN asks for the product's kernel anew
+# each time. From profiles of four layers (`validation/traces`): 20 to 49 µs, less 2.2 for each call of the driver under
+# the profiler, on hosts whose launches take 1.45 times as long as those of other H100s (5.6 to 6.5 µs; 3.2 to 4.5).
+RECURRENT_STEP_SECONDS = 20e-6
+
 _seconds = number("a number of seconds from 0 to 1", least=0, most=1)  # 0: for what-ifs
 _factor = number("a number over 0 and at most 1e9", above=0, most=1e9)
 
@@ -160,10 +165,8 @@ class Host(SchemaRecord):
 
     @property
     def recurrent_step_seconds(self) -> float:
-        """One step of a layer of cuDNN's RNN whose weights no kernel keeps: cuDNN asks for the product's kernel anew in
-        each step, as another op of a library does, and launches a kernel for the gates. 34 µs; profiles of five layers
-        on an H100 and an H200 have 20 to 38 forward and 30 to 47 backward (`validation/traces`)."""
-        return self.relative_time * self.library_seconds + self.further_launch_seconds
+        """A product and a kernel for the gates."""
+        return self.relative_time * RECURRENT_STEP_SECONDS
 
     @property
     def summary(self) -> str:
