@@ -10,7 +10,7 @@ from flopmeter import FlopMeter, load_hardware
 
 H200 = load_hardware("h200-sxm-141gb")
 
-# Steps, sequences, units, layers, type; then of `_cudnn_rnn` and its gradient µs of the host and calls of the driver, in
+# Steps, sequences, units, layers, type; then of `_cudnn_rnn` and its gradient µs of the host and calls of the driver:
 # validation/traces/h200_kernels_conv.json.gz and h100_lstm_train.json.gz.
 PROFILES = [
     (100, 32, 512, 1, torch.float32, 2824 + 3300, 202 + 311),

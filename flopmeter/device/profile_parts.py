@@ -106,7 +106,7 @@ class SpecCheck(SchemaRecord):
     memory: MemoryCheck | None = field(default=None, metadata=by(record(MemoryCheck)))
 
 
-# Host time of one step in a layer of cuDNN's RNN whose weights no kernel keeps: cuDNN asks for the product's kernel anew
+# Host time of one step in a layer of cuDNN's RNN whose weights no kernel keeps: cuDNN asks for the product's kernel
 # each time. From profiles of four layers (`validation/traces`): 20 to 49 µs, less 2.2 for each call of the driver under
 # the profiler, on hosts whose launches take 1.45 times as long as those of other H100s (5.6 to 6.5 µs; 3.2 to 4.5).
 RECURRENT_STEP_SECONDS = 20e-6
