@@ -22,7 +22,8 @@ from flopmeter.report.rows import shapes_of
 from flopmeter.timing.energy import PowerLaws
 from flopmeter.timing.floors import least_seconds
 from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel, as_found_by, legacy_mma_share, named
-from flopmeter.timing.timeline import KernelPrices, op_seconds
+from flopmeter.timing.host import op_seconds
+from flopmeter.timing.timeline import KernelPrices
 
 # How cuBLAS and cuDNN name their kernels; of CUTLASS's in fp32 these are the ones that multiply on Tensor Cores.
 _SIGNS_OF_TF32 = ("tf32", "tensorop_s1688gemm")

@@ -11,7 +11,8 @@ from flopmeter.device.hardware import Host
 from flopmeter.timing.bands import Uncertainty, uncertainty
 from flopmeter.timing.concurrency import HangError
 from flopmeter.timing.energy import PowerLaws, RankRun, TimedRun, time_run, time_runs
-from flopmeter.timing.timeline import KernelPrices, Launched, LaunchPrices, host_seconds, time_kernels
+from flopmeter.timing.host import host_seconds
+from flopmeter.timing.timeline import KernelPrices, Launched, LaunchPrices, time_kernels
 
 __all__ = [
     "HangError",

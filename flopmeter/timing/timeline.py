@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from flopmeter.costs import costs_of
-from flopmeter.costs.contractions.rnn import runs_as_one_kernel
 from flopmeter.costs.data_movement.communication import group_of, is_message, message_ends
 from flopmeter.device.cluster import Cluster, CollectivePrice, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import (
     COMMUNICATION,
-    CONTRACTION,
     DEFAULT_STREAM,
     Collective,
     Cost,
@@ -29,13 +27,13 @@ from flopmeter.records import (
 )
 from flopmeter.records.collectives import COLLECTIVE_OPS
 from flopmeter.records.ops import Op
-from flopmeter.records.work import RecurrentWork, VectorWork
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
 from flopmeter.timing.concurrency import Activity, Party, Stretch, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
 from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel
+from flopmeter.timing.host import host_seconds, host_steps
 from flopmeter.timing.kernels import Price
 
 
@@ -103,7 +101,7 @@ class Launched(NamedTuple):
         """Host seconds before each kernel is sent, since the one before was. Several that one op launches count as sent
         when the device can run through them without waiting for a launch."""
         late = 0.0
-        for number, (before, further) in enumerate(_host_steps(self.launches, self.prices.hardware, self.host)):
+        for number, (before, further) in enumerate(host_steps(self.launches, self.prices.hardware, self.host)):
             stall = 0.0
             if further and not self.prices.is_cpu:
                 priced = self.prices(number)
@@ -249,65 +247,3 @@ class LaunchPrices:
             price = price_collective(collective, cluster_of(self.hardware, self._cluster))
             self._collectives[collective] = price
         return price
-
-
-class _HostStep(NamedTuple):
-    """Seconds of the host for one kernel: until it is launched, and for further ones that its op launches, of which the
-    device may begin with the first."""
-
-    before: float
-    further: float
-
-
-def host_seconds(launches: Launches, hardware: Hardware, host: Host) -> float:
-    """How long the host takes to launch all kernels, without the time in which it waits for the device."""
-    return sum(before + further for before, further in _host_steps(launches, hardware, host))
-
-
-def _host_steps(launches: Launches, hardware: Hardware, host: Host) -> Iterator[_HostStep]:
-    """For an eager kernel they are those of its op and of the views and module calls before it, which come before the
-    call of a compiled graph, too. A graph costs one call; if it is not replayed, each of its kernels costs a launch."""
-    running: int | None = None
-    called: int | None = None  # of the compiler's graphs, several of which may be priced as one
-    for kernel, graph in zip(launches.kernels, launches.graphs, strict=True):
-        outside, is_replayed = 0.0, False
-        if graph is None or kernel.op.graph not in (None, called):
-            outside = host.before_op_seconds(kernel.views, kernel.module_calls)
-        called = kernel.op.graph
-        if graph is None:
-            step = op_seconds(kernel.cost, host)
-        else:
-            mode = launches.mode_of(graph)
-            is_replayed = mode.replays_graph
-            step = 0.0 if is_replayed else _compiled_seconds(kernel.cost, host)
-            if graph != running:
-                tensors = (launches.tensors or {}).get(graph, 0)
-                step += host.relative_time * (mode.graph_call_seconds + tensors * mode.graph_tensor_seconds)
-        running = graph
-        yield _HostStep(step + outside, 0.0 if is_replayed else further_seconds(kernel.cost, hardware, host))
-
-
-def further_seconds(cost: Cost, hardware: Hardware, host: Host) -> float:
-    """What the host takes to launch the further kernels of an op: of a factorization, or of a recurrent network. (The
-    seconds of another op were set on programs whose ops launch a few kernels, and hold them.)"""
-    if cost.op_class != CONTRACTION:
-        return 0.0
-    match cost.work:
-        case VectorWork(kernels=calls):
-            return (calls - 1) * host.further_launch_seconds
-        case RecurrentWork(recurrence=recurrence) if not runs_as_one_kernel(recurrence, hardware):
-            return recurrence.steps * len(recurrence.matmuls) * host.recurrent_step_seconds
-    return 0.0
-
-
-def op_seconds(cost: Cost, host: Host) -> float:
-    """What the call of an op costs the host. Products, convolutions and fused attention are kernels of libraries."""
-    seconds = host.op_seconds(is_library=cost.macs > 0)
-    return seconds + cost.staged_bytes / host.copy_bytes_per_s if cost.staged_bytes else seconds
-
-
-def _compiled_seconds(cost: Cost, host: Host) -> float:
-    """Host seconds of one kernel of compiled code: inductor's own, or a library's that is called as in eager code."""
-    if cost.access == "fused":
-        return host.relative_time * host.triton_launch_seconds
-    return op_seconds(cost, host)

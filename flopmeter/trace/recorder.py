@@ -188,9 +188,10 @@ class Recorder(TorchDispatchMode):
             return call
         return dataclasses.replace(call, body=body_of(call, key, Recorder(overrides=self._overrides)))
 
-    def _enter_step(self, *_: Any) -> None:
+    def _enter_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.is_on():
             self._attribution.enter_step()
+            self.modules.calls += sum(len(group["params"]) for group in optimizer.param_groups)
 
     def _leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.is_on():
@@ -202,7 +203,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def in_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """The step of an optimizer whose hooks no one calls."""
-        self._enter_step()
+        self._enter_step(optimizer)
         try:
             yield
         finally:

@@ -31,8 +31,8 @@ from flopmeter.report.wins import WAITS, WAITS_FOR_LINK, WAITS_FOR_STEPS, HotSpo
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import miss_share
 from flopmeter.timing.floors import least_seconds, peak_of
+from flopmeter.timing.host import further_seconds
 from flopmeter.timing.matmul import tile_count
-from flopmeter.timing.timeline import further_seconds
 
 MOST_PLACES = 2  # modules that a row names
 NEAR_PEAK = 0.7  # of the rate that bounds a kernel: above this share a kernel is as good as such kernels get
