@@ -62,9 +62,8 @@ def test_of_what_a_checkpoint_runs_twice_autograd_records_one():
             y.backward(torch.empty(4, 4, device="meta"))
         return meter.report().launch_seconds
 
-    assert (seconds(30) - seconds(10)) / 20 == pytest.approx(
-        (2 + 1 + 2 * 2) * LAUNCH + 4 * VIEW + 2 * (0.5 + 1.9) * VIEW
-    )
+    own = (2 + 1 + 2 * 2) * LAUNCH + 4 * VIEW
+    assert (seconds(30) - seconds(10)) / 20 == pytest.approx(own + 2 * (0.5 + 1.9) * VIEW, rel=0.01)
 
 
 def test_a_compiled_graph_pays_for_its_call_and_not_for_nodes():
