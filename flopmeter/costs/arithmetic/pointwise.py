@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from flopmeter.costs.rules import (
     rule,
     scratch,
 )
-from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, TensorSpec, VectorWork
+from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, TensorSpec, ThreadGrid, VectorWork
 from flopmeter.torch_names.operators import aten
 
 
@@ -304,13 +305,24 @@ def polar(call: Call) -> Cost:
 @rule(aten._weight_norm_interface)
 def weight_norm(call: Call) -> Cost:
     """v·(g / |v|): square, add, multiply."""
-    return make_cost(call, ELEMENTWISE, 3 * call.inputs[0].numel, fused_multiply_add=True)
+    v = call.inputs[0]
+    return make_cost(call, ELEMENTWISE, 3 * v.numel, fused_multiply_add=True, grid=_rows_or_columns(call, v))
 
 
 @rule(aten._weight_norm_interface_backward)
 def weight_norm_backward(call: Call) -> Cost:
     """The sum of dw·v (2), then g/|v|·(dw - v·sum/|v|²): three."""
-    return make_cost(call, ELEMENTWISE, 5 * call.outputs[0].numel, fused_multiply_add=True)
+    v = call.outputs[0]
+    return make_cost(call, ELEMENTWISE, 5 * v.numel, fused_multiply_add=True, grid=_rows_or_columns(call, v))
+
+
+def _rows_or_columns(call: Call, v: TensorSpec) -> ThreadGrid:
+    """A block of 256 threads for each row, or for 16 columns one of 64 in each; threads walk over all of it for the
+    norm, and again to write (aten/src/ATen/native/cuda/WeightNorm.cu)."""
+    if call.argument("dim") == 0:
+        return ThreadGrid(v.shape[0], 256, 2 * ceil(v.numel / max(1, v.shape[0]) / 256))
+    columns = v.shape[-1]
+    return ThreadGrid(ceil(columns / 16), 16 * 64, 2 * ceil(v.numel / max(1, columns) / 64))
 
 
 @rule(aten._transform_bias_rescale_qkv)
