@@ -184,8 +184,8 @@ def test_cat_gives_each_operand_threads_for_half_of_the_device():
 
 
 def test_weight_norm_of_a_few_columns_takes_as_long_as_its_threads_walk():
-    """wav2vec2's position convolution, [768, 48, 128] by its last dimension: 361 and 425 µs on an H100, 8 blocks of the
-    grid (validation/traces/h100_wav2vec2_train.json.gz). Twice the rows take twice as long, twice the columns do not."""
+    """wav2vec2's position convolution, [768, 48, 128] by its last dimension: 361 and 425 µs on an H100, in 8 blocks
+    (validation/traces/h100_wav2vec2_train.json.gz). Twice the rows take twice as long, twice the columns do not."""
 
     def seconds(*shape):
         v, g = (torch.empty(sizes, device="meta", requires_grad=True) for sizes in (shape, (1, 1, shape[-1])))

@@ -116,6 +116,11 @@ RECURRENT_STEP_SECONDS = 20e-6
 # of 110 additions, products and views of tiny tensors: .35 to .6 µs and 1.3 to 1.8 where a view takes .75.
 RECORD_VIEWS, NODE_VIEWS = 0.5, 1.9
 
+# What a cast (`to`, `_to_copy`, `empty_strided`, `copy_`) takes beyond an op of one call, as parts of a view's time:
+# 1.25 µs where a view takes .75 (the same CPU). Fits ResNet-50 under AMP on a V100, one image (NVIDIA's
+# DeepLearningExamples, NGC 21.03): 2.4 ms more than in fp32 for 55 casts, on a host of 2.6 times the default.
+CAST_VIEWS = 1.7
+
 _seconds = number("a number of seconds from 0 to 1", least=0, most=1)  # 0: for what-ifs
 _factor = number("a number over 0 and at most 1e9", above=0, most=1e9)
 
@@ -177,6 +182,11 @@ class Host(SchemaRecord):
     def node_seconds(self) -> float:
         """Its node in the backward pass, beside the ops that this runs."""
         return NODE_VIEWS * self.relative_time * self.view_seconds
+
+    @property
+    def cast_seconds(self) -> float:
+        """What a cast takes beyond another op."""
+        return CAST_VIEWS * self.relative_time * self.view_seconds
 
     @property
     def recurrent_step_seconds(self) -> float:

@@ -10,6 +10,8 @@ from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import CONTRACTION, Cost, Kernel, Launches
 from flopmeter.records.work import RecurrentWork, VectorWork
 
+CAST = "_to_copy"
+
 
 class HostStep(NamedTuple):
     """Seconds of the host for one kernel: until it is launched, and for further ones that its op launches, of which the
@@ -86,6 +88,8 @@ def further_seconds(cost: Cost, hardware: Hardware, host: Host) -> float:
 def op_seconds(cost: Cost, host: Host) -> float:
     """What the call of an op costs the host. Products, convolutions and fused attention are kernels of libraries."""
     seconds = host.op_seconds(is_library=cost.macs > 0)
+    if cost.name == CAST:
+        seconds += host.cast_seconds
     return seconds + cost.staged_bytes / host.copy_bytes_per_s if cost.staged_bytes else seconds
 
 
