@@ -16,7 +16,7 @@ from flopmeter.records import Clocks, Kernel, Launches, LaunchMode, Trace
 from flopmeter.report.ran import Ran
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import Unfused
-from flopmeter.timing import Host, PowerLaws, RankRun, TimedRun, host_seconds, time_run
+from flopmeter.timing import Host, PowerLaws, RankRun, TimedRun, time_run
 from flopmeter.timing.peak_memory import memory_of
 
 Causal = Literal["full", "exact"]
@@ -116,7 +116,7 @@ class MeteredRun:
             timings=timed.timings,
             hardware=self.hardware,
             switches=switches,
-            host_seconds=host_seconds(run, self.hardware, self.host),
+            host_seconds=timed.host_seconds,
             memory=memory_of(trace, self.hardware, run.lives),
             causal=self.causal,
             assumptions=self.assumptions,

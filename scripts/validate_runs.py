@@ -109,8 +109,8 @@ def as_in_torch_2_1(report: Report) -> Report:
     ]
     launches = report.launches._replace(kernels=kernels)
     run = RankRun(launches, report.hardware, report.switches, report.hardware.host, None)
-    timings, clock = time_run(run, "sustained", PowerLaws())
-    return replace(report, launches=launches, timings=timings, clock=clock)
+    timed = time_run(run, "sustained", PowerLaws())
+    return replace(report, launches=launches, **timed._asdict())
 
 
 def _cat_of_torch_2_1(kernel: Kernel) -> Cost:

@@ -62,21 +62,41 @@ def test_a_cast_takes_the_host_more_calls_than_another_op():
     assert (seconds(30) - seconds(10)) / 20 == pytest.approx(LAUNCH + 1.7 * VIEW)
 
 
-def test_of_what_a_checkpoint_runs_twice_autograd_records_one():
-    """Two sines forward; the backward pass runs the first one again, since the second one wants it, two cosines with a
-    product each, and detaches four times."""
-    x = torch.empty(4, 4, device="meta", requires_grad=True)
+def test_what_runs_without_gradients_beside_a_training_step_is_not_recorded():
+    """A rollout, or what a frozen layer computes."""
+    x = torch.empty(4, 4, device="meta")
 
-    def seconds(pairs):
+    def seconds(rollout):
+        w = torch.empty(4, 4, device="meta", requires_grad=True)
         with FlopMeter(A100) as meter:
-            y = x
-            for _ in range(pairs):
-                y = torch.utils.checkpoint.checkpoint(lambda z: z.sin().sin(), y, use_reentrant=False)
-            y.backward(torch.empty(4, 4, device="meta"))
+            for _ in range(rollout):
+                x.sin()
+            with torch.no_grad():
+                for _ in range(rollout):
+                    w.sin()
+            w.sin().backward(x)
         return meter.report().launch_seconds
 
-    own = (2 + 1 + 2 * 2) * LAUNCH + 4 * VIEW
-    assert (seconds(30) - seconds(10)) / 20 == pytest.approx(own + 2 * (0.5 + 1.9) * VIEW, rel=0.01)
+    assert (seconds(30) - seconds(10)) / 20 == pytest.approx(2 * LAUNCH)
+
+
+def test_of_what_a_checkpoint_runs_twice_autograd_calls_the_nodes_once():
+    """Two sines forward, and the first one again in the backward pass, since the second one wants it."""
+
+    def nodes(pairs):
+        x = torch.empty(4, 4, device="meta", requires_grad=True)
+        with FlopMeter(A100) as meter:
+            for _ in range(2):
+                y = x
+                for _ in range(pairs):
+                    y = torch.utils.checkpoint.checkpoint(lambda z: z.sin().sin(), y, use_reentrant=False)
+                y.backward(torch.empty(4, 4, device="meta"))
+                torch.optim.SGD([x]).step()
+        return [each.nodes for each in meter.trace.backward_passes]
+
+    first, second = nodes(30)
+    assert first == second  # not what the first backward pass recorded again
+    assert 60 <= first < 100  # torch 2.11 has one more for each checkpoint
 
 
 def test_a_compiled_graph_pays_for_its_call_and_not_for_nodes():

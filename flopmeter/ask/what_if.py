@@ -14,7 +14,7 @@ from flopmeter.device.cluster import Cluster, Link
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Regime
 from flopmeter.report.report import Report
-from flopmeter.timing import Host, KernelPrices, Launched, LaunchPrices, host_seconds, time_kernels
+from flopmeter.timing import Host, KernelPrices, Launched, LaunchPrices, host_seconds, host_steps, time_kernels
 
 RESOURCES: dict[Regime, str] = {
     "compute": "FLOP/s", "memory": "bandwidth", "communication": "link speed", "overhead": "host speed",
@@ -86,11 +86,12 @@ def improved(report: Report, regime: Regime, times: float, host: Host | None = N
         return report.timings[number].clock
 
     prices = LaunchPrices(report.launches, KernelPrices(device, report.switches), report.cluster, clock_of)
+    steps = host_steps(report.launches, device, host)
     return dataclasses.replace(
         report,
         hardware=device,
-        timings=time_kernels(Launched(report.launches, prices, host)),
-        host_seconds=host_seconds(report.launches, device, host),
+        timings=time_kernels(Launched(report.launches, prices, steps)),
+        host_seconds=host_seconds(steps),
     )
 
 

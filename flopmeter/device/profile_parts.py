@@ -202,6 +202,7 @@ class Host(SchemaRecord):
             "a view": self.view_seconds,
             "a module call": self.module_call_seconds,
             "a compiled kernel": self.triton_launch_seconds,
+            "more for what autograd records": (RECORD_VIEWS + NODE_VIEWS) * self.view_seconds,
         }
         told = ", ".join(f"{self.relative_time * seconds * 1e6:.3g} µs {what}" for what, seconds in costs.items())
         return f"{told} ({self.source or 'the default, of an AMD EPYC 7742'})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Literal
@@ -18,7 +18,7 @@ from flopmeter.launch.fusion import (
     whole_program,
 )
 from flopmeter.launch.stream_assignment import assign_streams
-from flopmeter.records import Cost, Kernel, Launches, LaunchMode, Op, Trace
+from flopmeter.records import Cost, Kernel, Launches, LaunchMode, Nodes, Op, Trace
 
 # Host time of one call of a compiled graph, in seconds: Dynamo's lookup, the frames of AOTAutograd and of inductor's
 # wrapper. For each tensor that goes in or out: its guards, the wrappers' lists, the check of its sizes or its
@@ -124,11 +124,22 @@ def launches(
     Raises ValueError where the mode is an eager one and the program ran compiled.
     """
     if trace.compilation.graphs:
-        return _as_compiled(kernels, trace, mode, widened)
-    if not mode.has_graphs:
-        return Launches(kernels, [None] * len(kernels), mode, assign_streams(kernels, trace))
-    made, lives = fuse(kernels, trace, region=region) if mode.fuses else (kernels, None)
-    return _launched(made, graphs_of(made, region), mode, trace)._replace(lives=lives)
+        run = _as_compiled(kernels, trace, mode, widened)
+    elif not mode.has_graphs:
+        run = Launches(kernels, [None] * len(kernels), mode, assign_streams(kernels, trace))
+    else:
+        made, lives = fuse(kernels, trace, region=region) if mode.fuses else (kernels, None)
+        run = _launched(made, graphs_of(made, region), mode, trace)._replace(lives=lives)
+    return run._replace(nodes=_nodes(kernels, trace))
+
+
+def _nodes(kernels: list[Kernel], trace: Trace) -> Nodes:
+    """Which nodes an op of the backward pass belongs to is not known, so that all of these bear the same part."""
+    recorded = sum(each.nodes for each in trace.backward_passes)
+    if not recorded:
+        return Nodes()
+    phases = Counter(kernel.op.phase for kernel in kernels)
+    return Nodes(recorded / max(1, phases["forward"]), recorded / max(1, phases["backward"]))
 
 
 def _launched(made: list[Kernel], graphs: list[int | None], mode: LaunchMode, trace: Trace) -> Launches:

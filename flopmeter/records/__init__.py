@@ -26,7 +26,7 @@ from flopmeter.records.costs import (
     Region,
     Switches,
 )
-from flopmeter.records.launches import Kernel, Launches, LaunchMode, Life, Placement
+from flopmeter.records.launches import Kernel, Launches, LaunchMode, Life, Nodes, Placement
 from flopmeter.records.ops import Call, Op, OpsBody, Phase, RankGroup
 from flopmeter.records.tensors import TensorSpec
 from flopmeter.records.timings import UNKNOWN_POWER, Clocks, Regime, RunClock, Timing
@@ -34,6 +34,7 @@ from flopmeter.records.traces import (
     BEFORE,
     DEFAULT_STREAM,
     Accumulation,
+    BackwardPass,
     OptimizerStep,
     Resize,
     Storage,

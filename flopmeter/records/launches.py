@@ -55,6 +55,13 @@ class LaunchMode(NamedTuple):
     node_seconds: float = 0.0  # on the device: the least time of each kernel of a graph
 
 
+class Nodes(NamedTuple):
+    """How many nodes of autograd there are for each kernel of a forward pass, and for each of a backward pass."""
+
+    of_forward: float = 0.0
+    of_backward: float = 0.0
+
+
 class Launches(NamedTuple):
     """What the device runs in one mode."""
 
@@ -67,6 +74,7 @@ class Launches(NamedTuple):
     repeats: bool = False  # one turn of a loop that does not wait for the device: the turn before may still be running
     # By storage, where they differ from the trace's; None: never in memory. Storages below 0 are not in the trace.
     lives: Mapping[int, Life | None] | None = None
+    nodes: Nodes = Nodes()
 
     def mode_of(self, graph: int) -> LaunchMode:
         return (self.captured or {}).get(graph, self.mode)

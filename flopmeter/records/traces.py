@@ -36,6 +36,14 @@ class Resize(NamedTuple):
     nbytes: int
 
 
+class BackwardPass(NamedTuple):
+    """The backward pass that begins with the op of that index. `nodes`: how many ops autograd had recorded since the
+    backward pass or the optimizer's step before it."""
+
+    op: int
+    nodes: int
+
+
 class Sync(NamedTuple):
     """Before the op of index `op` the stream recorded an event, or began to wait for an event or for a collective.
 
@@ -90,6 +98,7 @@ class Trace:
     storages: list[Storage] = field(default_factory=list)
     resizes: list[Resize] = field(default_factory=list)
     accumulations: list[Accumulation] = field(default_factory=list)
+    backward_passes: list[BackwardPass] = field(default_factory=list)
     switches: Switches = field(default=Switches(False, True, False))
     stream_use: StreamUse = field(default_factory=StreamUse)
     templates: list[TemplateRun] = field(default_factory=list)
@@ -114,12 +123,14 @@ def rearranged(
 ) -> Trace:
     """The trace with other ops. `place`: of each old op, and of the end, among the new ones, where the next one stands
     if it is `gone`. Storages and templates keep the numbers of the old ones."""
+    kept = len(ops) / max(1, len(trace.ops))  # of what autograd records, too
     return replace(
         trace,
         ops=ops,
         module_calls=module_calls,
         resizes=[each._replace(op=place[each.op]) for each in trace.resizes],
         accumulations=[each._replace(op=place[each.op]) for each in trace.accumulations if each.op not in gone],
+        backward_passes=[BackwardPass(place[each.op], round(kept * each.nodes)) for each in trace.backward_passes],
         stream_use=_renumbered(trace.stream_use, lambda op: None if op in gone else place[op], place.__getitem__),
         forward_ends=[place[end] for end in trace.forward_ends],
         optimizer_steps=[step._replace(end=place[step.end]) for step in trace.optimizer_steps],
@@ -160,6 +171,7 @@ def part_of(trace: Trace, ops: range) -> Trace:
         storages=[_in_part(each, sizes.get(number), ops) for number, each in enumerate(trace.storages)],
         resizes=[resize._replace(op=resize.op - start) for resize in trace.resizes if resize.op in ops],
         accumulations=[each._replace(op=each.op - start) for each in trace.accumulations if each.op in ops],
+        backward_passes=[each._replace(op=each.op - start) for each in trace.backward_passes if each.op in ops],
         switches=trace.switches,
         stream_use=_renumbered(trace.stream_use, lambda op: op - start if op in ops else None),
         templates=[

@@ -11,7 +11,7 @@ from flopmeter.device.hardware import Host
 from flopmeter.timing.bands import Uncertainty, uncertainty
 from flopmeter.timing.concurrency import HangError
 from flopmeter.timing.energy import PowerLaws, RankRun, TimedRun, time_run, time_runs
-from flopmeter.timing.host import host_seconds
+from flopmeter.timing.host import host_seconds, host_steps
 from flopmeter.timing.timeline import KernelPrices, Launched, LaunchPrices, time_kernels
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "TimedRun",
     "Uncertainty",
     "host_seconds",
+    "host_steps",
     "time_kernels",
     "time_run",
     "time_runs",

@@ -25,6 +25,7 @@ from flopmeter.timing.concurrency import Party
 from flopmeter.timing.convolution import suits_winograd
 from flopmeter.timing.floors import peak_of
 from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel
+from flopmeter.timing.host import host_seconds, host_steps
 from flopmeter.timing.kernels import Price
 from flopmeter.timing.timeline import ClockOf, KernelPrices, Launched, LaunchPrices, time_kernels, time_ranks
 
@@ -47,6 +48,7 @@ class TimedRun(NamedTuple):
 
     timings: list[Timing]
     clock: RunClock
+    host_seconds: float  # that the host takes to launch them
 
 
 class RankRun(NamedTuple):
@@ -67,7 +69,8 @@ def time_run(run: RankRun, clocks: Clocks, laws: PowerLaws) -> TimedRun:
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
     law = laws.of(run.hardware, run.switches, clocks)
-    return _timed(run, time_kernels(_launched(run, law)), law, clocks)
+    launched = _launched(run, law)
+    return _timed(run, launched, time_kernels(launched), law, clocks)
 
 
 def time_runs(
@@ -78,8 +81,9 @@ def time_runs(
     Raises HardwareError as `time_run` does, and HangError where ranks wait for each other for ever.
     """
     laws = {rank: PowerLaws().of(run.hardware, run.switches, clocks) for rank, run in ranks.items()}
-    timings = time_ranks({rank: _launched(run, laws[rank]) for rank, run in ranks.items()}, earlier=earlier)
-    return {rank: _timed(run, timings[rank], laws[rank], clocks) for rank, run in ranks.items()}
+    launched = {rank: _launched(run, laws[rank]) for rank, run in ranks.items()}
+    timings = time_ranks(launched, earlier=earlier)
+    return {rank: _timed(run, launched[rank], timings[rank], laws[rank], clocks) for rank, run in ranks.items()}
 
 
 class PowerLaws:
@@ -99,21 +103,24 @@ class PowerLaws:
 def _launched(run: RankRun, law: KernelClocks | None) -> Launched:
     prices = KernelPrices(run.hardware, run.switches) if law is None else law.prices
     clock_of = None if law is None else law.of_kernels(run.launches)
-    return Launched(run.launches, LaunchPrices(run.launches, prices, run.cluster, clock_of), run.host)
+    steps = host_steps(run.launches, run.hardware, run.host)
+    return Launched(run.launches, LaunchPrices(run.launches, prices, run.cluster, clock_of), steps)
 
 
-def _timed(run: RankRun, timings: list[Timing], law: KernelClocks | None, clocks: Clocks) -> TimedRun:
+def _timed(
+    run: RankRun, launched: Launched, timings: list[Timing], law: KernelClocks | None, clocks: Clocks
+) -> TimedRun:
     """The timings with the energy of each kernel, and the mean clock, weighted by work."""
-    limit = run.hardware.limit_watts
+    limit, host = run.hardware.limit_watts, host_seconds(launched.steps)
     if law is None:
-        return TimedRun(timings, RunClock(clocks, 1.0, None, limit))
+        return TimedRun(timings, RunClock(clocks, 1.0, None, limit), host)
     timings = [
         timing._replace(joules=law.energy(kernel.cost).at(timing.clock))
         for kernel, timing in zip(run.launches.kernels, timings, strict=True)
     ]
     busy = sum(timing.work_seconds for timing in timings)
     mean = sum(timing.clock * timing.work_seconds for timing in timings) / busy if busy else 1.0
-    return TimedRun(timings, RunClock(clocks, mean, run.hardware.idle_watts, limit))
+    return TimedRun(timings, RunClock(clocks, mean, run.hardware.idle_watts, limit), host)
 
 
 class KernelClocks:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from flopmeter.costs import costs_of
 from flopmeter.costs.data_movement.communication import group_of, is_message, message_ends
 from flopmeter.device.cluster import Cluster, CollectivePrice, cluster_of, price_collective
-from flopmeter.device.hardware import Hardware, Host
+from flopmeter.device.hardware import Hardware
 from flopmeter.records import (
     COMMUNICATION,
     DEFAULT_STREAM,
@@ -33,7 +33,7 @@ from flopmeter.timing.cache import cached_bytes
 from flopmeter.timing.concurrency import Activity, Party, Stretch, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
 from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel
-from flopmeter.timing.host import host_seconds, host_steps
+from flopmeter.timing.host import HostStep, host_seconds
 from flopmeter.timing.kernels import Price
 
 
@@ -57,7 +57,7 @@ def _in_order(run: Launched, lead: float) -> list[Timing]:
     timings: list[Timing] = []
     enqueued = -lead  # when the host has sent the kernel
     free = 0.0  # when the device has finished the last one
-    for number, host_step in enumerate(run.host_steps()):
+    for number, host_step in enumerate(run.sends()):
         work, ramp, kernel_class, bounds, clock, few_flops, _ = run.prices(number)
         enqueued += host_step
         start = max(enqueued, free)
@@ -74,7 +74,7 @@ def _as_a_turn(run: Launched, once: list[Timing]) -> list[Timing]:
     never waits and the device takes longer, the host gets further ahead with every iteration: everything is enqueued
     before the device begins. Else the host is ahead by what the device has left to do when the host is done."""
     waits = [run.host_waits_for(number) for number in range(len(once))]
-    host = host_seconds(run.launches, run.prices.hardware, run.host)
+    host = host_seconds(run.steps)
     if not any(waits):
         ahead = _alone(run, host)
         if _end(ahead) > host:
@@ -95,13 +95,13 @@ class Launched(NamedTuple):
 
     launches: Launches
     prices: LaunchPrices
-    host: Host
+    steps: list[HostStep]  # of the host, for each kernel
 
-    def host_steps(self) -> Iterator[float]:
+    def sends(self) -> Iterator[float]:
         """Host seconds before each kernel is sent, since the one before was. Several that one op launches count as sent
         when the device can run through them without waiting for a launch."""
         late = 0.0
-        for number, (before, further) in enumerate(host_steps(self.launches, self.prices.hardware, self.host)):
+        for number, (before, further) in enumerate(self.steps):
             stall = 0.0
             if further and not self.prices.is_cpu:
                 priced = self.prices(number)
@@ -130,7 +130,7 @@ def _works(launched: Launched) -> list[Activity]:
     launches = launched.launches
     works = []
     placements = launches.placements or [Placement(DEFAULT_STREAM, ())] * len(launches.kernels)
-    sent = zip(launches.kernels, placements, launched.host_steps(), strict=True)
+    sent = zip(launches.kernels, placements, launched.sends(), strict=True)
     for number, (kernel, placement, host_step) in enumerate(sent):
         priced = launched.prices(number)
         party = _party_of(kernel)

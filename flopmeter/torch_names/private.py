@@ -265,6 +265,7 @@ AOT_COMPILE = _aot("torch._inductor", "aot_compile", "makes code that no package
 listed(SPARSE, "torch", "Tensor._indices", "places of the elements, repeated ones too")
 listed(SPARSE, "torch", "Tensor._values", "the elements")
 
+node_count = needed("torch.autograd", "_get_sequence_nr", "how many ops autograd has recorded in this thread")
 graph_task = needed("torch._C", "_current_graph_task_id", "which backward pass runs; -1 outside of one")
 autograd_node = needed("torch._C", "_current_autograd_node", "which node of the backward pass runs")
 next_node_number = needed("torch._C", "_autograd._get_sequence_nr", "where in the forward pass a node was made")

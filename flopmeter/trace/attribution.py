@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flopmeter.records import BEFORE, Accumulation, Phase, Trace
+from flopmeter.records import BEFORE, Accumulation, BackwardPass, Phase, Trace
 from flopmeter.torch_names.frames import callers
-from flopmeter.torch_names.private import AccumulateGrad, autograd_node, graph_task, is_compiled_backward
+from flopmeter.torch_names.private import AccumulateGrad, autograd_node, graph_task, is_compiled_backward, node_count
 from flopmeter.trace.module_paths import CompiledRegions, ModulePaths
 from flopmeter.trace.subclasses import wrapped
 
@@ -24,15 +24,21 @@ class Attribution:
         self._trace, self._modules, self._number = trace, modules, number
         self._steps: list[int] = []  # optimizer steps that run, by the backward pass that each was called in
         self._creates_graph: tuple[int, bool] = (-1, False)  # of the last backward pass seen
+        self._nodes = 0  # of autograd, when a backward pass or an optimizer's step began last
         self._compiled_region: Callable[[], int | None] | None = None  # None: nothing is compiled
 
     def watch_regions(self, compiled_region: Callable[[], int | None]) -> None:
         """Forget the regions so far and ask `compiled_region` from now on."""
         self._compiled_region, self._regions = compiled_region, CompiledRegions()
 
+    def begin(self) -> None:
+        """Recording begins. What autograd records from now on is for the next backward pass."""
+        self._nodes = node_count()
+
     def enter_step(self) -> None:
-        """An optimizer begins its step."""
+        """An optimizer begins its step. What a checkpoint recorded when it ran again was for the pass before."""
         self._steps.append(graph_task())
+        self.begin()
 
     def leave_step(self) -> None:
         """An optimizer has made its step. There is none to forget if recording began inside of the step."""
@@ -56,6 +62,8 @@ class Attribution:
             return ("backward" if is_compiled_backward() else "forward"), self._modules.path
         if task != self._creates_graph[0]:
             self._creates_graph = (task, _creates_graph())
+            self._trace.backward_passes.append(BackwardPass(len(self._trace.ops), node_count() - self._nodes))
+            self.begin()
         recompute = torch.is_grad_enabled() and not self._creates_graph[1]
         return ("recompute" if recompute else "backward"), self._path_in_backward()
 
