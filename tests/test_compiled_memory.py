@@ -203,3 +203,26 @@ def test_a_gradient_takes_the_memory_of_what_was_kept_for_it() -> None:
     """The result, the gradient that arrives, and the product of narrow factors, which its own gradient overwrites."""
     narrow = [torch.randn(1024, 8, device="meta", requires_grad=True) for _ in range(2)]
     assert peak_of(lambda x, y: nn.functional.gelu(x @ y.t()), *narrow) == 3
+
+
+@torch.library.custom_op("flopmeter_tests::double_into", mutates_args=("out",))
+def double_into(x: Tensor, out: Tensor) -> None:
+    out.copy_(2 * x)
+
+
+@double_into.register_fake
+def _(x: Tensor, out: Tensor) -> None:
+    return None
+
+
+def test_memory_that_a_compiled_graph_allocates_for_an_op_to_write_into_lives_from_then_on() -> None:
+    """The first matrix, the round's matrix and its double; then the first, the double and its square."""
+
+    def rounds(x: Tensor) -> Tensor:
+        for _ in range(4):
+            out = torch.empty_like(x)
+            double_into(x, out)
+            x = out @ out
+        return x
+
+    assert peak_of(rounds, *squares(1)) == 3

@@ -222,6 +222,30 @@ def test_the_backward_of_a_group_norm_sums_over_channels_and_reads_all_again_for
     assert launched(work) == kernels
 
 
+@pytest.mark.parametrize(("samples", "blocks", "threads", "rounds"), [(128, 1, 256, 128), (129, 2, 512, 5)])
+def test_many_samples_are_added_up_in_tiles_for_the_weights_of_a_group_norm(samples, blocks, threads, rounds):
+    """By hand from group_norm_kernel.cu: up to 128 a thread for each of 40 channels takes them one by one, then tiles
+    of 32 channels and 32 samples."""
+    x, statistics = T(samples, 40, 9), T(samples, 2)
+    given = (x, x, statistics, statistics, T(40), samples, 40, 9, 2, [True] * 3)
+    over_samples = cost_of(lambda: aten.native_group_norm_backward(*given)).work.rereads[-1]
+    assert (over_samples.rows, over_samples.threads, over_samples.accesses) == (blocks, threads, rounds)
+
+
+@pytest.mark.parametrize(
+    ("mask", "kernels", "again"), [([True] * 3, 3, 4), ([True, False, False], 2, 2), ([False, True, True], 1, 0)]
+)
+def test_the_backward_of_a_group_norm_of_vectors_takes_sums_over_groups(mask: list[bool], kernels: int, again: int):
+    """GroupNorm1dBackward in group_norm_kernel.cu, by hand: a warp for each of 300 x 4 groups of 10 numbers."""
+    x, statistics = T(300, 40), T(300, 4)
+    given = (x, x, statistics, statistics, T(40), 300, 40, 1, 4, mask)
+    work = cost_of(lambda: aten.native_group_norm_backward(*given)).work
+    if mask[0]:
+        assert work.rereads[0][1:4] == (300 * 4, 10 * F32_BYTES, 32)
+    assert sum(each.nbytes for each in work.rereads) == again * 300 * 40 * F32_BYTES
+    assert launched(work) == kernels
+
+
 def backward_of_layer_norm(mask: list[bool]) -> Cost:
     return cost_of(lambda: aten.native_layer_norm_backward(T(4, 6), T(4, 6), [6], T(4, 1), T(4, 1), T(6), T(6), mask))
 

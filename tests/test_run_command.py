@@ -276,6 +276,14 @@ def test_what_a_shim_leaves_out_and_the_device_does_not_do_are_told_apart(script
     assert "flopmeter's shim does not do this" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_attention_in_fp32_is_told_to_be_the_packages_limit_and_why_queries_may_be_in_fp32(script, capsys):
+    """A program whose queries go through RMS norms under autocast ran with torch 2.9, and does not with 2.13."""
+    text = "import torch, flash_attn\nx = torch.ones(1, 8, 2, 64, device='cuda')\nflash_attn.flash_attn_func(x, x, x)"
+    assert main(["run", "--shim", "flash_attn", script(text)]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "no kernels for fp32, on a GPU either. Autocast runs RMS norms in fp32" in told
+
+
 def test_a_trainer_that_asks_for_more_devices_is_told_by_how_many_gpus_to_run(script, capsys):
     """The words are Lightning's, of its Trainer and its Fabric with devices=4."""
     text = "raise ValueError('You requested gpu: [0, 1, 2, 3]\\n But your machine only has: [0]')"

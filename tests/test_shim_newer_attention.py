@@ -112,4 +112,15 @@ def test_options_that_the_shim_of_flash_attention_4_lacks_are_refused():
         with pytest.raises(NotImplementedError, match="has no mask_mod"):
             attend(x, x, x, mask_mod=lambda *_: True)
         with pytest.raises(NotImplementedError, match="fp16 and bf16"):
+            attend(*[x.to(torch.float8_e4m3fn)] * 3)
+        with pytest.raises(RuntimeError, match="only supports fp16"):  # as the package itself says
             attend(x.float(), x.float(), x.float())
+
+
+def test_the_line_of_a_compiled_program_that_attends_is_told_and_none_of_the_shim():
+    with flopmeter.cuda(H100, wishes=Wishes(shims=("flash_attn_interface",))) as device:
+        attend = importlib.import_module("flash_attn_interface").flash_attn_func
+        x = torch.zeros(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
+        torch.compile(lambda x: attend(x, x, x))(x)
+    sources = {kernel.op.source for kernel in device.report().step.kernels if "flash" in kernel.op.call.name}
+    assert {(source or "").rpartition(":")[0] for source in sources} == {__file__}

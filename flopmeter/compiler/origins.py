@@ -42,6 +42,7 @@ _NAME = re.compile(r"\w+")
 _FUNCTION_PARTS = ("__self__", "__func__", "__closure__", "cell_contents")  # through which a function holds a module
 _WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module")  # between a module and those in it
 _FUNCTIONS = f"torch{os.sep}nn{os.sep}"
+_SHIMS = os.path.join("flopmeter", "run", "shims", "")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _SCATTERS = aten.present(
     "index_put", "index_put_", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "index_add",
@@ -264,9 +265,10 @@ def _module(node: Any) -> str:
 
 
 def _source(node: Any) -> str | None:
-    """The innermost line of the program that led to the node; torch's functions for models are no lines of it."""
+    """The innermost line of the program that led to the node; torch's functions for models, and stand-ins for packages
+    of kernels, are no lines of it."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    of_program = [frame for frame in frames if _FUNCTIONS not in frame[0]] or frames
+    of_program = [frame for frame in frames if _FUNCTIONS not in frame[0] and _SHIMS not in frame[0]] or frames
     return ":".join(of_program[-1]) if frames else None
 
 

@@ -60,7 +60,7 @@ class Replay:
         args.clear()
         kernels, kept = [], self._kept(plan)
         for step in plan.steps:
-            held |= {placed.buffer: _allocate(placed) for placed in step.made.allocated}
+            held |= self._allocated(step)
             held |= {placed.buffer: _laid_out(placed, held[name]) for placed, name in step.made.taken}
             if step.call is not None and (kernel := self._launch(step, held, running)):
                 kernels.append(kernel)
@@ -83,6 +83,15 @@ class Replay:
         root, phase = self._paths.root(self._graph, args), self._phase(plan)
         known = plan.known.computed(args, values)
         return _GraphCall(len(calls) - 1, root, phase, _Sources(), known, plan.masks.bodies(known, values))
+
+    def _allocated(self, step: PlanStep) -> dict[str, Tensor]:
+        """What the step allocates, by name. Memory that it does not write itself, such as that of `torch.empty`, is
+        born now, or the kernel that fills it would take it for what was there before the program."""
+        allocated = {placed.buffer: _allocate(placed) for placed in step.made.allocated}
+        if step.call is None:
+            for tensor in allocated.values():
+                self._recorder.note_new(tensor)
+        return allocated
 
     def _launch(self, step: PlanStep, held: dict[str, Tensor], running: _GraphCall) -> CompiledKernel | None:
         """Record what the step runs. Gives its kernel, with what this call of the graph knows of it."""

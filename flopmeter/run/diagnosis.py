@@ -74,6 +74,11 @@ def _not_to_be_had(error: BaseException, script: Script) -> str | None:
         return "wandb asks for a login, or for its server: WANDB_MODE=disabled flopmeter run ..."
     if ("kernels.load", "get_kernel") in _functions_of(error):
         return "kernels of the hub are compiled for a GPU: let flopmeter stand in with --shim kernels"
+    if "FlashAttention only supports" in str(error):
+        return (
+            "the package has no kernels for fp32, on a GPU either. Autocast runs RMS norms in fp32 in newer releases "
+            "of torch (in 2.13, not in 2.11): take the torch that the script was written for"
+        )
     if missing := _about_what_is_missing(error):
         return missing
     if isinstance(error, AttributeError) and is_absent(error.obj):

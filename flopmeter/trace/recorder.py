@@ -187,6 +187,10 @@ class Recorder(TorchDispatchMode):
         """The number in the trace of the tensor's storage, while the recorder is on."""
         return self._number(tensor, BEFORE, [])
 
+    def note_new(self, tensor: Tensor) -> None:
+        """The tensor's storage is new, though no op has written it."""
+        self._storages.note_new(tensor)
+
     def with_implementation(self, call: Call) -> Call:
         """The call with what its op runs, where that is a custom op in Python."""
         key = python_key(call.func)

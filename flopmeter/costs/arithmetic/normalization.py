@@ -21,6 +21,8 @@ from flopmeter.torch_names.operators import aten
 # statistics and once for the result (layer_norm_kernel.cu).
 LAYER_NORM_THREADS = 128
 LAYER_NORM_ELEMENTS = 4  # of a load
+MOST_SAMPLES_OF_THREAD = 128  # that one thread adds up for the gradients of a group norm's weights
+SAMPLES_OF_TILE = 32  # where there are more (kReduceTileSize in group_norm_kernel.cu)
 PLAIN_THREADS = 256  # of blocks that load one element at a time (kCUDANumThreads in block_reduce.cuh)
 BLOCK_THREADS = 512  # group norm, and all kernels that reduce a whole channel
 AMD_BLOCK_THREADS = 256  # the same (MAX_BLOCK_SIZE in Normalization.cuh)
@@ -129,26 +131,66 @@ def group_norm(call: Call) -> Cost:
 
 @rule(aten.native_group_norm_backward)
 def group_norm_backward(call: Call) -> Cost:
-    """As for a layer norm. One kernel sums dy and dy·x over each channel of each sample. Another adds these up over the
-    samples, which gives the gradients of weight and bias. For the input's gradient two kernels (one without a weight)
-    join the sums with the statistics, and a last one reads everything again (group_norm_kernel.cu
-    GroupNormBackwardKernelImplInternal)."""
+    """As for a layer norm, by the kernels of GroupNormBackwardKernelImplInternal in group_norm_kernel.cu."""
+    rereads, kernels, indexed = (_of_vectors if call.argument("HxW") == 1 else _of_planes)(call)
+    flops = _wanted(call) * call.inputs[0].numel
+    return make_cost(call, NORMALIZATION, flops, rereads=rereads, index_operations=indexed, kernels=kernels)
+
+
+class _GroupNormKernels(NamedTuple):
+    rereads: tuple[Reread, ...]
+    kernels: int  # that are no reread of their own
+    index_operations: int
+
+
+def _of_planes(call: Call) -> _GroupNormKernels:
+    """One kernel sums dy and dy·x over each channel of each sample. Another adds these up over the samples, which gives
+    the gradients of weight and bias. For the input's gradient two kernels (one without a weight) join the sums with the
+    statistics, and a last one reads everything again."""
     grad, (of_input, *of_weights) = call.inputs[0], call.argument("output_mask")
-    samples, channels, group, plane = (call.argument(name) for name in ("N", "C", "group", "HxW"))
+    samples, channels, group = (call.argument(name) for name in ("N", "C", "group"))
     sums, kernels, indexed = _sums(grad, samples * channels), 1, 0
     if of_input:
         sums, kernels = _as_kernel(sums)._replace(nbytes=2 * grad.nbytes), 2 + (call.argument("weight") is not None)
-        shape = samples * group, channels // group, plane
+        shape = samples * group, channels // group, call.argument("HxW")
         each, of_channel, of_group = (
             in_one_piece(grad, shape),
             in_one_piece(grad, (*shape[:2], 1)),
             in_one_piece(grad, (shape[0], 1, 1)),
         )
         indexed = index_operations((each, each, each, of_channel, of_group, of_group))
-    over_samples = Reread(0, ceil(channels / PLAIN_THREADS), 0, PLAIN_THREADS, 0, samples, is_kernel=True)
-    rereads = (sums, over_samples) if any(of_weights) else (sums,)
-    flops = _wanted(call) * grad.numel
-    return make_cost(call, NORMALIZATION, flops, rereads=rereads, index_operations=indexed, kernels=kernels)
+    rereads = (sums, _as_kernel(_over_samples(samples, channels, 0))) if any(of_weights) else (sums,)
+    return _GroupNormKernels(rereads, kernels, indexed)
+
+
+def _of_vectors(call: Call) -> _GroupNormKernels:
+    """Of channels that are one number (GroupNorm1dBackward): for the input's gradient a kernel sums dy and dy·x over
+    each group, and another reads all again; one more reads all for the gradients of weight and bias."""
+    grad, (of_input, *of_weights) = call.inputs[0], call.argument("output_mask")
+    samples, channels, group = (call.argument(name) for name in ("N", "C", "group"))
+    over_samples = _over_samples(samples, channels, 2 * grad.nbytes)
+    if not of_input:
+        return _GroupNormKernels((over_samples._replace(nbytes=0),), 1, 0)
+    shape = samples, group, channels // group
+    each, of_group, weight = (
+        in_one_piece(grad, shape),
+        in_one_piece(grad, (*shape[:2], 1)),
+        in_one_piece(grad, (1, *shape[1:])),
+    )
+    weights = (weight,) if call.argument("weight") is not None else ()
+    indexed = index_operations((each, each, each, of_group, *weights, of_group, of_group))
+    sums = _as_kernel(_sums(grad, samples * group))._replace(nbytes=2 * grad.nbytes)
+    return _GroupNormKernels((sums, _as_kernel(over_samples)) if any(of_weights) else (sums,), 1, indexed)
+
+
+def _over_samples(samples: int, channels: int, nbytes: int) -> Reread:
+    """The kernel that adds up `nbytes` of terms over the samples: a thread for each channel (GammaBetaBackward-
+    CUDAKernel1), or for more samples tiles of 32 channels and 32 samples, of which a thread takes two at a time."""
+    if samples <= MOST_SAMPLES_OF_THREAD:
+        blocks, threads, rounds = ceil(channels / PLAIN_THREADS), PLAIN_THREADS, samples
+    else:
+        blocks, threads, rounds = ceil(channels / WARP_THREADS), BLOCK_THREADS, ceil(samples / SAMPLES_OF_TILE)
+    return Reread(nbytes, blocks, nbytes // max(1, blocks), threads, 0, rounds)
 
 
 def _wanted(call: Call) -> int:

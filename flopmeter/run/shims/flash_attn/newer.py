@@ -73,8 +73,12 @@ def kernels_of(library: str) -> LibraryKernels:
 
 
 def check_dtype(query: Tensor) -> None:
-    if query.dtype not in HALVES:
+    """Raises what the package raises for a type that it does not take, and for fp8 NotImplementedError."""
+    if query.dtype in HALVES:
+        return
+    if query.dtype.itemsize == 1:
         raise NotImplementedError(f"flopmeter's shim of FlashAttention-3 and -4 takes fp16 and bf16, not {query.dtype}")
+    raise RuntimeError(f"FlashAttention only supports fp16 and bf16 data type, not {query.dtype}")
 
 
 def restore_torchs_attention() -> None:
