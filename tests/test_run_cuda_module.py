@@ -105,3 +105,20 @@ def test_a_kernel_given_as_text_may_be_defined_and_is_refused_when_it_is_called(
         kernel = torch.cuda.jiterator._create_jit_fn("template <typename T> T one_more(T x) { return x + 1; }")
         with pytest.raises(NotImplementedError, match=r"a kernel of torch\.cuda\.jiterator is not available"):
             kernel(torch.zeros(2, device="cuda"))
+
+
+def test_classes_that_say_what_torchs_functions_do_with_them_find_these_functions():
+    """As TensorDict does: a table by function, made when the class is loaded, before or after the device is there."""
+    made = []
+    for loaded_before in (True, False):
+        table = {torch.zeros_like: "zeros"} if loaded_before else {}
+        with flopmeter.cuda("h100-sxm5-80gb"):
+            table = table or {torch.zeros_like: "zeros"}
+
+            class Bag:
+                @classmethod
+                def __torch_function__(cls, function, types, args=(), kwargs=None, *, table=table):
+                    return table.get(function, NotImplemented)
+
+            made.append(torch.zeros_like(Bag()))
+    assert made == ["zeros", "zeros"]

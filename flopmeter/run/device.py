@@ -219,6 +219,8 @@ class NamedCuda:
 
         @functools.wraps(original)
         def taking(*args: Any, **kwargs: Any) -> Any:
+            if (made := _by_class_of_first(taking, args, kwargs)) is not NotImplemented:
+                return made
             if self.is_open and kwargs.get("pin_memory"):
                 pinned = taking(*args, **{**kwargs, "pin_memory": False})
                 self._pinned.add(pinned)
@@ -349,3 +351,12 @@ def _default_is_meta() -> bool:
     """Whether the innermost `with torch.device(...)` names meta."""
     contexts = (mode for mode in reversed(function_modes()) if isinstance(mode, torch_device.DeviceContext))
     return next((mode.device.type == "meta" for mode in contexts), False)
+
+
+def _by_class_of_first(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What the class of the first argument makes of a call of `function`, where that is no tensor (TensorDict). Such a
+    class was loaded by the program, and knows torch's functions by those that the program sees. NotImplemented for all
+    others, and where it knows torch's own."""
+    first = args[0] if args else None
+    takes = None if isinstance(first, Tensor) else getattr(type(first), "__torch_function__", None)
+    return NotImplemented if takes is None else takes(function, (type(first),), args, kwargs)
