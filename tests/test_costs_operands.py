@@ -15,7 +15,7 @@ from flopmeter import FlopMeter
 from flopmeter.costs import costs_of
 from flopmeter.costs.contractions.quantized import equal_groups
 from flopmeter.costs.rules import make_cost
-from flopmeter.records import UNCOUNTED, Call, RecurrentWork, VectorWork
+from flopmeter.records import UNCOUNTED, Call, HostCopy, RecurrentWork, VectorWork
 
 aten = torch.ops.aten
 T = meta
@@ -59,6 +59,16 @@ def test_a_clone_or_a_cast_is_strided_where_it_changes_the_order():
     for kept in (across.clone, lambda: across.to(torch.bfloat16)):
         (cost,) = last(kept)
         assert (cost.access, cost.work.index_operations) == (None, 0)
+
+
+def test_a_copy_of_a_number_sends_a_tensor_of_it_over_the_link_and_waits():
+    """copy_kernel_cuda expands it on the host, in memory that is not page-locked. On the host nothing is sent."""
+    (cost,) = last(lambda: T(7, 5).copy_(1))
+    assert (cost.bytes_read, cost.bytes_written) == (0, 140)
+    assert (cost.work, cost.blocks_host) == (HostCopy(140, is_staged=True), True)
+    assert not last(lambda: T(7, 5).copy_(1, non_blocking=True))[0].blocks_host
+    (on_host,) = last(lambda: torch.zeros(()).copy_(1))
+    assert not isinstance(on_host.work, HostCopy)
 
 
 def test_a_copy_onto_another_type_reads_the_source_and_writes_the_target():

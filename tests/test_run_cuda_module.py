@@ -122,3 +122,17 @@ def test_classes_that_say_what_torchs_functions_do_with_them_find_these_function
 
             made.append(torch.zeros_like(Bag()))
     assert made == ["zeros", "zeros"]
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x[:2], lambda x: x[1:], lambda x: x[::2], lambda x: x.clone(), lambda x: x[:], lambda x: x.t()]
+)
+def test_a_tensor_tells_whether_another_is_the_same_memory(view):
+    """As on the CPU; and it costs nothing."""
+    x = torch.zeros(4, 4)
+    expected = x.is_set_to(view(x))
+    with flopmeter.FlopMeter("h100-sxm5-80gb") as meter:
+        x = torch.zeros(4, 4, device="meta")
+        y = view(x)
+        assert x.is_set_to(y) is expected
+    assert not [row for row in meter.report().rows("op") if "is_set_to" in row.name]

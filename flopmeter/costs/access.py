@@ -131,10 +131,13 @@ def _copy(call: Call) -> Walk:
     for.
     """
     is_onto = call.func.overloadpacket in (aten.copy_, aten.copy)
-    source = call.inputs[1 if is_onto else 0]
     (target,) = call.outputs
+    waits = not call.get("non_blocking")  # a clone stays where it is
+    if is_onto and len(call.inputs) == 1:  # of a number torch makes a tensor on the host, as large as the target
+        link = HostCopy(target.nbytes, is_staged=True)
+        return Walk() if target.device == "cpu" else Walk(link=link, blocks_host=waits)
+    source = call.inputs[1 if is_onto else 0]
     if source.device != target.device:
-        waits = not call.argument("non_blocking")
         is_made = target.device == "cpu" and not is_onto
         pinned = (source if source.device == "cpu" else target).is_pinned
         is_staged = waits if is_made or pinned is None else not pinned

@@ -52,6 +52,7 @@ TEXT_KERNELS = "stand-ins for kernels that are given to torch as text, or a refu
 SPARSE = "sparse gradients of embeddings"
 SAMPLES = "samples of Dirichlet, beta and binomial distributions, and their gradients"
 FAKE_QUANTIZE = "fake quantization"
+SAME_MEMORY = "whether two tensors are the same memory"
 
 
 @dataclass(frozen=True)

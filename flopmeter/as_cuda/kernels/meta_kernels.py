@@ -130,6 +130,16 @@ def fake_quantize_backward(
     return torch.empty_like(tensor), torch.empty_like(scale), torch.empty_like(zero_point)
 
 
+def is_set_to(first: Tensor, second: Tensor) -> bool:
+    """Whether they begin at the same place of the same storage, and lie alike."""
+
+    def place(tensor: Tensor) -> tuple[Any, ...]:
+        storage = tensor.untyped_storage()._cdata
+        return storage, tensor.storage_offset(), tuple(tensor.shape), tuple(torch_strides(tensor))
+
+    return place(first) == place(second)
+
+
 def padded_dense_to_jagged(dense: Tensor, offsets: Sequence[Tensor], total_length: int | None = None) -> Tensor:
     """The kernel that torch has for FakeTensors. `total_length`: of all rows together, which torch.nested knows."""
     if total_length is None:
@@ -160,6 +170,7 @@ KERNELS: dict[str, dict[str, DispatcherKernel]] = {
     private.SAMPLES: dict.fromkeys(
         ("_sample_dirichlet", "_dirichlet_grad", "_standard_gamma_grad", "binomial"), like_first
     ),
+    private.SAME_MEMORY: {"is_set_to": is_set_to},
     private.FAKE_QUANTIZE: {
         "fake_quantize_per_tensor_affine_cachemask": with_mask,
         "fake_quantize_per_channel_affine_cachemask": with_mask,

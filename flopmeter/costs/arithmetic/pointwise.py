@@ -341,7 +341,7 @@ def div(call: Call) -> Cost:
 
 @rule(aten.clone, aten._to_copy, aten.copy_, aten.copy)
 def copy(call: Call) -> Cost:
-    """Read the source, write the destination; a cast is a copy."""
+    """Read the source, where it is a tensor and no number, write the destination; a cast is a copy."""
     # Of the first argument of these only the memory or the shape matters.
     is_onto = call.func.overloadpacket in (aten.copy_, aten.copy)
-    return make_cost(call, MOVEMENT, read=(call.inputs[1 if is_onto else 0],))
+    return make_cost(call, MOVEMENT, read=call.inputs[is_onto : is_onto + 1])

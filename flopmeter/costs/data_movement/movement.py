@@ -18,7 +18,7 @@ from flopmeter.torch_names.operators import aten
 @rule(
     aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided,
     aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.resize_, aten.set_, aten.detach_, aten.squeeze_,
-    aten.unsqueeze_, aten.transpose_, aten.t_, aten.as_strided_, aten.is_same_size,
+    aten.unsqueeze_, aten.transpose_, aten.t_, aten.as_strided_, aten.is_same_size, aten.is_set_to,
     aten.record_stream, aten.is_pinned, aten._has_same_storage_numel,
     aten._efficientzerotensor, aten.resize_as_, aten.unsafe_split, aten.unsafe_split_with_sizes,
     aten.shallow_copy_data_,  # torch 2.15
