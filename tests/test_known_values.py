@@ -136,6 +136,7 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, str], Any]] = {
     "lengths": lambda ids, mask, device: torch.split(ids, mask.sum(0)[:1].tolist()),
     "cumulative lengths": lambda ids, mask, device: nn.functional.pad(mask.sum(-1).cumsum(0), (1, 0)),
     "tensor of tensors": lambda ids, mask, device: torch.tensor([ids[0, 0], ids[0, 1]], device=device),
+    "numbers and a vector of one": lambda ids, mask, device: torch.tensor([7, ids[0, :1], 9], device=device),
     "nested constants": lambda ids, mask, device: torch.tensor([[1, 2], [3, 4]], device=device)[1],
     "as_tensor": lambda ids, mask, device: torch.as_tensor([1, 2], device=device),
     "asarray": lambda ids, mask, device: torch.asarray([1, 2], device=device),

@@ -3,6 +3,7 @@ name. Which names there are torch says."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 
@@ -136,3 +137,17 @@ def test_a_tensor_tells_whether_another_is_the_same_memory(view):
         y = view(x)
         assert x.is_set_to(y) is expected
     assert not [row for row in meter.report().rows("op") if "is_set_to" in row.name]
+
+
+def test_a_deep_copy_of_a_tensor_is_on_its_device_and_shares_what_its_parts_shared():
+    """Of a buffer of a module, as an average of weights copies it, and of two views of one storage."""
+    with flopmeter.cuda("h100-sxm5-80gb"):
+        model = torch.nn.BatchNorm1d(4).to("cuda")
+        copied = copy.deepcopy(model).to("cuda")
+        assert all(each.is_cuda for each in (*copied.parameters(), *copied.buffers()))
+        whole = torch.zeros(6, device="cuda")
+        first, second = copy.deepcopy([whole[:2], whole[2:]])
+        assert first.is_cuda
+        assert second.data_ptr() - first.data_ptr() == 2 * 4
+        assert copy.deepcopy(torch.zeros(2, device="meta")).is_meta
+        assert torch.UntypedStorage(8, device="meta").clone().device.type == "meta"

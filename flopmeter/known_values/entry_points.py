@@ -180,26 +180,29 @@ def _remember(known: Knowledge, tensor: Tensor, data: Any) -> None:
     if not known.is_small(tensor):
         return
     try:
-        numbers = _numbers(known, data)
+        numbers = list(_numbers(known, data))
     except LookupError:
         return
     with no_modes():
-        known.set(tensor, _true_tensor(numbers, dtype=tensor.dtype, device="cpu"))
+        known.set(tensor, _true_tensor(numbers, dtype=tensor.dtype, device="cpu").reshape(tensor.shape))
 
 
 _true_tensor = torch.tensor
 
 
-def _numbers(known: Knowledge, data: Any) -> Any:
-    """The nested lists, with values in place of tensors. Raises LookupError if a tensor's value is not known."""
+def _numbers(known: Knowledge, data: Any) -> Iterator[Any]:
+    """The numbers in nested lists and tensors, one after another: beside numbers torch takes tensors of one element for
+    numbers, whatever their shape. Raises LookupError if a tensor's value is not known."""
     if isinstance(data, (list, tuple)):
-        return [_numbers(known, item) for item in data]
-    if isinstance(data, Tensor):
+        for item in data:
+            yield from _numbers(known, item)
+    elif isinstance(data, Tensor):
         if not known.values.knows(data):
             raise LookupError
         with no_modes():
-            return known.values.read(data).tolist()
-    return data
+            yield from known.values.read(data).flatten().tolist()
+    else:
+        yield data
 
 
 @around

@@ -125,6 +125,7 @@ class NamedCuda:
         yield Patch(storage, "is_shared", lambda own: own.device.type == "meta" or is_shared(own), why)
         # torch.load gives storages to a map_location that is a function
         yield Patch(storage, "__new__", self._storage(storage.__new__), "a program's own storages on meta stay there")
+        yield Patch(storage, "clone", self._clone(storage.clone), "a copy, such as copy.deepcopy's, stays there too")
         yield Patch(storage, "cuda", lambda own, *_, **__: torch.UntypedStorage(own.nbytes(), device=META), _TAKES)
 
     def _patches_of_modules(self) -> Iterator[Patch]:
@@ -254,6 +255,14 @@ class NamedCuda:
             return storage
 
         return staticmethod(made)
+
+    def _clone(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def clone(storage: torch.UntypedStorage) -> Any:
+            if storage.device != META or self.true_meta.has_storage(storage):
+                return original(storage)
+            return torch.UntypedStorage(storage.nbytes(), device=META).copy_(storage)
+
+        return clone
 
     def _wrapping(self) -> Any:
         """A subclass that wraps tensors is given the device that they tell. Autograd would ask a true CUDA tensor for

@@ -30,6 +30,9 @@ class MarkedStorages:
     def has(self, tensor: Tensor) -> bool:
         return bool(self._storages) and address(tensor) in self._storages
 
+    def has_storage(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._storages
+
 
 class ShapesOnly(MarkedStorages):
     """The storages of tensors that are shapes only."""
@@ -38,7 +41,7 @@ class ShapesOnly(MarkedStorages):
         """Whether the op's result is shapes only too: not if it asks for a device, or is given another storage."""
         if not self._storages or kwargs.get("device") is not None:
             return False
-        if any(isinstance(arg, torch.UntypedStorage) and arg._cdata not in self._storages for arg in args):
+        if any(isinstance(arg, torch.UntypedStorage) and not self.has_storage(arg) for arg in args):
             return False
         tensors = list(tensors_in((args, kwargs)))
         return bool(tensors) and all(map(self.has, tensors))
