@@ -259,8 +259,8 @@ MOST_FOLDERS_BELOW = 3  # nor do its extensions
 NAMED_OTHERWISE = {
     "PIL": "pillow", "absl": "absl-py", "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless",
     "dateutil": "python-dateutil", "deprecate": "pyDeprecate", "dotenv": "python-dotenv", "faiss": "faiss-cpu",
-    "fitz": "pymupdf", "git": "GitPython", "google": "protobuf", "hydra": "hydra-core", "open_clip": "open-clip-torch", "opentelemetry":
-    "opentelemetry-sdk", "ot": "POT", "patoolib": "patool",
+    "fitz": "pymupdf", "git": "GitPython", "google": "protobuf", "hydra": "hydra-core",
+    "open_clip": "open-clip-torch", "opentelemetry": "opentelemetry-sdk", "ot": "POT", "patoolib": "patool",
     "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn", "skvideo": "sk-video",
     "serial": "pyserial", "tap": "typed-argument-parser", "umap": "umap-learn", "warp": "warp-lang",
     "websocket": "websocket-client", "yaml": "PyYAML", "zmq": "pyzmq",
