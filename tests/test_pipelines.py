@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import printed_by_ranks
+from pipeline_paths import MESSAGES_SENT_ALONE, longest_path
 from pipeline_programs import PROGRAMS, Step, around_a_ring, coalesced, scheduled
 from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -50,11 +51,13 @@ NO_HOST = Host(
 LARGE = {"rows": 32768, "width": 1024, "hidden": 65536, "dtype": torch.bfloat16}
 ROWS, WIDTH, HIDDEN, BF16 = 32768, 1024, 65536, 2
 RELEASES_SENT = hasattr(PipelineStage, "release_fwd_send_outputs")
+# Before that, a rank of two stages in a row sent a first message to itself, which NCCL can and gloo cannot.
+WARMS_UP_BY_PAIRS = hasattr(ScheduleInterleaved1F1B, "_warmup_p2p")
 
 
 @functools.cache
 def ideal(schedule: type, ranks: int, microbatches: int, chunks: int = 1, **options: object) -> Pipeline:
-    program = partial(scheduled, schedule, chunks=chunks, microbatches=microbatches, **LARGE, **options)
+    program = partial(scheduled, schedule, chunks=chunks, microbatches=microbatches, **(LARGE | options))
     return time_pipeline(program, {"pp": ranks}, H100, NO_LATENCY, host=NO_HOST, clocks="burst")
 
 
@@ -70,12 +73,20 @@ def test_the_bubble_of_gpipe_and_1f1b_is_that_of_the_papers(schedule: type, rank
 def test_stages_of_v_parts_make_the_bubble_v_times_smaller(ranks: int, microbatches: int, chunks: int):
     """Megatron-LM, arXiv 2104.04473, section 2.2: the time of the bubble over that of the work is (p - 1) / (v m).
 
-    The last part takes a little longer: its products copy the gradient of a sum, one number for all elements."""
+    The last part takes a little longer: its products copy the gradient of a sum, one number for all elements. With
+    torch 2.11 only two ranks reach that: with more a result waits behind messages that nobody needs yet."""
     found = ideal(ScheduleInterleaved1F1B, ranks, microbatches, chunks)
     over_work = found.bubble_share / (1 - found.bubble_share)
-    assert over_work == pytest.approx((ranks - 1) / (chunks * microbatches), rel=0.02)
+    expected = (ranks - 1) / (chunks * microbatches)
+    if not MESSAGES_SENT_ALONE and ranks > 2:
+        work = 3 * chunks * microbatches
+        path = longest_path(ScheduleInterleaved1F1B, ranks, microbatches, chunks)
+        assert path > (1 + expected) * work
+        expected = path / work - 1
+    assert over_work == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.skipif(not MESSAGES_SENT_ALONE, reason="this torch's receives hold up its sends: there is a bubble")
 def test_zero_bubble_v_has_no_bubble_as_its_paper_counts_it():
     """arXiv 2401.10241: from a rank's first kernel to its last, where F, B and W take equally long."""
     found = ideal(ScheduleZBVZeroBubble, 4, 8, 2)
@@ -97,55 +108,13 @@ def test_zero_bubble_v_has_no_bubble_as_its_paper_counts_it():
     ],
 )
 def test_a_step_takes_the_longest_path_through_torchs_own_table_of_actions(schedule: type, chunks: int):
-    """F, I and W of one product each take one unit, and torch says in which order each rank runs them."""
+    """F, I and W of two products each take one unit, and torch says in which order each rank runs them and sends. Wide
+    layers make what is not a product small: torch 2.11 adds 0 to each gradient that W starts from."""
     ranks, microbatches = 4, 8
-    found = ideal(schedule, ranks, microbatches, chunks)
+    found = ideal(schedule, ranks, microbatches, chunks, width=16384)
     work = 3 * chunks * microbatches  # units of a rank
     unit = min(row.computing_seconds for row in found.rows) / work
     assert found.seconds / unit == pytest.approx(longest_path(schedule, ranks, microbatches, chunks), rel=0.015)
-
-
-def longest_path(schedule: type, ranks: int, microbatches: int, chunks: int) -> float:
-    """By brute force: an action runs after the one before on its rank, and after what it needs of its neighbours. Of
-    the actions that DualPipe pairs, both results are sent when both have run."""
-    tables: dict[int, list[list[object]]] = {}
-
-    def table(rank: int) -> None:
-        with world(ranks, {"pp": ranks}, rank) as mesh:
-            step = scheduled(schedule, mesh, chunks=chunks, microbatches=microbatches)
-            made = next(cell.cell_contents for cell in step.__closure__ if isinstance(cell.cell_contents, schedule))
-            order = made._get_pipeline_order() if chunks == 1 else made.pipeline_order
-            pairs = [list(action.sub_actions or (action,)) for action in order[rank] if action is not None]
-            tables[rank] = [pair for pair in pairs if pair[0].computation_type.value in "FIBW"]
-
-    run_ranks(range(ranks), table)
-    last = ranks * chunks - 1
-    done: dict[tuple[str, int, int], float] = {}
-    clock = dict.fromkeys(tables, 0.0)
-    while any(tables.values()):
-        before = len(done)
-        for rank, pairs in tables.items():
-            while pairs:
-                needs, units = [], 0
-                for action in pairs[0]:
-                    kind, stage, batch = action.computation_type.value, action.stage_index, action.microbatch_index
-                    units += 2 if kind == "B" else 1
-                    if kind == "F" and stage > 0:
-                        needs.append((units - 1, ("F", stage - 1, batch)))
-                    elif kind in "BI":
-                        ahead = units - 2 if kind == "B" else units - 1  # of the pair runs before it needs this
-                        needs += [
-                            (ahead, ("F", stage, batch)),
-                            *([(ahead, ("I", stage + 1, batch))] if stage < last else []),
-                        ]
-                if any(need not in done for _, need in needs):
-                    break
-                clock[rank] = max([clock[rank], *(done[need] - ahead for ahead, need in needs)]) + units
-                for action in pairs.pop(0):
-                    kind = "I" if action.computation_type.value == "B" else action.computation_type.value
-                    done[kind, action.stage_index, action.microbatch_index] = clock[rank]
-        assert len(done) > before
-    return max(clock.values())
 
 
 @pytest.mark.parametrize(("schedule", "held"), [(ScheduleGPipe, [8, 8, 8, 8]), (Schedule1F1B, [4, 3, 2, 1])])
@@ -301,8 +270,9 @@ def metered(program: str, size: int) -> list[list[list[object]]]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_messages_are_those_of_real_processes_one_by_one_and_in_order(size: int, tmp_path: Path):
-    found = over_gloo(size, list(PROGRAMS), tmp_path)
-    for program in PROGRAMS:
+    programs = [program for program in PROGRAMS if WARMS_UP_BY_PAIRS or program not in ("zero bubble v", "dualpipe v")]
+    found = over_gloo(size, programs, tmp_path)
+    for program in programs:
         assert metered(program, size) == [process[program] for process in found], program
 
 
