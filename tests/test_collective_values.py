@@ -451,3 +451,16 @@ def test_objects_that_one_rank_has_reach_the_ranks_that_run_with_it():
     everywhere = ["config", {"lr": 0.1}]
     assert run_ranks([2, 0, 1], program) == {rank: [*everywhere, 10 + rank] for rank in range(3)}
     assert runs == [2, 0, 1, 2]
+
+
+def test_tensors_and_objects_on_the_cpu_reach_the_root_without_a_meter():
+    """A part of rank 1, which is the root, and what it has itself from each rank."""
+    with world(3, rank=1):
+        part, parts = torch.zeros(2), [torch.zeros(2) for _ in range(3)]
+        dist.scatter(part, [torch.full((2,), float(rank)) for rank in range(3)], src=1)
+        dist.gather(torch.full((2,), 7.0), parts, dst=1)
+        objects: list[Any] = [None] * 3
+        dist.gather_object({"lr": 0.1}, objects, dst=1)
+    assert part.tolist() == [1.0, 1.0]
+    assert [each.tolist() for each in parts] == [[7.0, 7.0]] * 3
+    assert objects == [{"lr": 0.1}] * 3

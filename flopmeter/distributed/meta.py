@@ -39,7 +39,8 @@ def runs_on_meta(gpus_per_node: int | None, rank: int, *, has_host: bool = False
     with ExitStack() as undo:
         undo.callback(setattr, sys, "excepthook", sys.excepthook)  # torch sets its own for ranks, and leaves it
         kernels = _KERNELS | sync_batch_norm.KERNELS | symmetric_memory.KERNELS
-        undo.callback(private.unregister, private.meta_kernels(kernels))
+        undo.callback(private.unregister, private.registered(kernels, "Meta"))
+        undo.callback(private.unregister, private.registered(_KERNELS_ON_CPU, "CPU"))
         patches: tuple[Any, ...] = (
             # The module of the device type.
             mock.patch.object(torch, "meta", meta_device(gpus_per_node, rank), create=True),
@@ -145,6 +146,23 @@ _KERNELS: dict[str, Any] = {
     "c10d::_reduce_scatter_base_": _reduce_scatter,
     "_c10d_functional::_wrap_tensor_autograd": _waits_on_first_use,
 }
+
+
+def _scatter(parts: list[Tensor], whole: list[list[Tensor]], group: Any, root: int, *args: Any) -> tuple[Any, Any]:
+    """The root keeps its part. The fake group does nothing before torch 2.13."""
+    if whole:
+        parts[0].copy_(whole[0][root])
+    return parts, _done(parts)
+
+
+def _gather(whole: list[list[Tensor]], parts: list[Tensor], *args: Any) -> torch.ScriptObject:
+    """The root gets from each rank what it has itself. The fake group does nothing before torch 2.13."""
+    for gathered in whole[0] if whole else ():
+        gathered.copy_(parts[0])
+    return _done(parts)
+
+
+_KERNELS_ON_CPU: dict[str, Any] = {"c10d::scatter_": _scatter, "c10d::gather_": _gather}
 
 
 @around

@@ -84,14 +84,14 @@ def forget_shardings() -> None:
     _forget_in_cpp()
 
 
-def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> list[Library]:
-    """Replace the Meta kernels of these ops ("namespace::name"), until `unregister`."""
+def registered(kernels: dict[str, Callable[..., Any]], backend: str) -> list[Library]:
+    """Replace the kernels that these ops ("namespace::name") have for Meta or CPU, until `unregister`."""
     libraries = []
     for name, kernel in kernels.items():
         namespace, op = name.split("::")
         libraries.append(Library(namespace, "IMPL"))
         with no_warning_of_override():
-            libraries[-1].m.impl(op, "Meta", kernel)  # type: ignore[union-attr]
+            libraries[-1].m.impl(op, backend, kernel)  # type: ignore[union-attr]
     return libraries
 
 

@@ -168,7 +168,9 @@ KERNELS: dict[str, dict[str, DispatcherKernel]] = {
     private.CTC_LOSS: dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), like_second),
     private.JAGGED: {"_padded_dense_to_jagged_forward": padded_dense_to_jagged},
     private.SAMPLES: dict.fromkeys(
-        ("_sample_dirichlet", "_dirichlet_grad", "_standard_gamma_grad", "binomial"), like_first
+        # torch has _standard_gamma since 2.13
+        ("_sample_dirichlet", "_dirichlet_grad", "_standard_gamma", "_standard_gamma_grad", "binomial"),
+        like_first,
     ),
     private.SAME_MEMORY: {"is_set_to": is_set_to},
     private.FAKE_QUANTIZE: {
