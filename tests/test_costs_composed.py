@@ -82,10 +82,13 @@ def test_samples_counts_distances_and_gradients_launch_what_torch_runs_for_them(
 
 
 def test_a_sample_reads_its_probabilities_three_times_and_draws_as_many_numbers():
-    """Their least and largest, their sum, and their quotient by random numbers, of which the largest is looked for."""
+    """Their least and largest, their sum, and their quotient by random numbers, of which the largest is looked for.
+    Torch 2.11 looks for the least and for the largest one after the other."""
     costs = costs_in(lambda: torch.multinomial(meta(64, 1000), 1))
     matrix = 4 * 64 * 1000
-    assert sum(cost.bytes_read for cost in costs) == pytest.approx((3 + 1 + 1) * matrix, rel=0.01)
+    on_cpu = torch.rand(4, 8)
+    apart = "max" in kernels_by_torchs_profiler(lambda: torch.multinomial(on_cpu, 1))
+    assert sum(cost.bytes_read for cost in costs) == pytest.approx((3 + apart + 1 + 1) * matrix, rel=0.01)
     assert sum(cost.bytes_written for cost in costs) == pytest.approx((1 + 1) * matrix, rel=0.01)
 
 

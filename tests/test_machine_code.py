@@ -3,6 +3,7 @@
 Each op is written as inductor writes it, between a load, a multiplication and a store, eight elements a thread.
 """
 
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ WRITTEN = {
     "tanh": "libdevice.tanh(x)",
     "truediv": "x / y",
 }
+# Triton 3.6 and 3.7 (torch 2.11 and 2.12) bring libdevice and ptxas of CUDA 12.8, which make other code of these.
+OF_CUDA_12_8 = {"acos": 16, "asin": 16, "atan": 36, "lgamma": 82, "pow": 119, "sigmoid": 12, "sinh": 26, "tanh": 15}
 SOURCE = """
 import triton, triton.language as tl
 from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math
@@ -85,6 +88,11 @@ def run(code: str) -> Iterator[str]:
                 number = place[jump[1]]
 
 
+@functools.cache
+def ptxas_release() -> str:
+    return re.search(r"release ([\d.]+)", subprocess.check_output([TOOLS / "ptxas", "--version"], text=True))[1]
+
+
 def instructions(expression: str, folder: Path, capability: int = 90) -> float:
     """For an element."""
     return sum(1 for _ in run(machine_code(expression, folder, capability))) / OF_THREAD
@@ -95,7 +103,8 @@ def instructions(expression: str, folder: Path, capability: int = 90) -> float:
 def test_an_op_takes_as_many_instructions_as_its_machine_code_has(op, tmp_path):
     counted = instructions(written(op), tmp_path) - instructions("x", tmp_path)
     beyond_the_slow_path = 20 if op in ("sin", "cos", "tan") else 0
-    assert OF_OPS[op] - beyond_the_slow_path == pytest.approx(counted, abs=1)
+    expected = OF_OPS | (OF_CUDA_12_8 if ptxas_release() == "12.8" else {})
+    assert expected[op] - beyond_the_slow_path == pytest.approx(counted, abs=1)
 
 
 @pytest.mark.skipif(not TOOLS.joinpath("nvdisasm").exists(), reason="this Triton has no disassembler")

@@ -12,6 +12,7 @@ from flopmeter.costs.multi_tensor import in_launches
 from flopmeter.costs.rules import FREE, make_cost, rule, scratch, zeros
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, REDUCTION, SORTING, Call, Cost, Region, TensorSpec
+from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.torch_names.operators import aten
 
 
@@ -195,6 +196,9 @@ def random_sample(call: Call) -> Cost:
     return make_cost(call, RANDOM)
 
 
+_BOUNDS_AT_ONCE = running_version() >= (2, 12)  # by aminmax; before that by min and max, one after the other
+
+
 @rule(aten.multinomial)
 def multinomial(call: Call) -> tuple[Cost, ...]:
     """One sample, or samples without replacement, are where p / q is largest, with q drawn from an exponential
@@ -213,7 +217,7 @@ def multinomial(call: Call) -> tuple[Cost, ...]:
 
     turned, asserted = kernel(ELEMENTWISE, (flag,), (flag,)), kernel(MOVEMENT, (flag,), ())
     return (
-        kernel(REDUCTION, (p,), (one, one)),
+        *(kernel(REDUCTION, (p,), bounds) for bounds in ([(one, one)] if _BOUNDS_AT_ONCE else [(one,), (one,)])),
         *(kernel(ELEMENTWISE, (one,), (flag,)),) * 2,
         *(turned, asserted),
         kernel(REDUCTION, (p,), (sums,), p.numel),
