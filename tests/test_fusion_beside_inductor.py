@@ -8,19 +8,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor import lowering
+from torch._inductor import config, decomposition, lowering
 
 from flopmeter import FlopMeter
 from flopmeter.launch.fusion.roles import _FOREACH
 from flopmeter.records import Kernel
 from flopmeter.torch_names.dispatcher import running_version
 
+REINDEXES = hasattr(config, "loop_reindexing_after_fusion")  # from torch 2.13 on, as the rules do
+
 
 def test_the_ops_on_lists_that_inductor_writes_itself_are_those_of_its_own_list() -> None:
-    """In-place ones become these by functionalization; it decomposes lerp, so that its list lacks it."""
-    listed = {op.overloadpacket for op in lowering.foreach_ops if isinstance(op, torch._ops.OpOverload)}
-    own = {packet for packet in _FOREACH if not packet.__name__.endswith("_") and "lerp" not in packet.__name__}
-    assert own == {packet for packet in listed if not packet.__name__.endswith("_")}
+    """In-place ones become these by functionalization. It decomposes lerp, and torch 2.11's addcdiv, into ones that it
+    lists."""
+    listed, decomposed = (
+        {op.overloadpacket for op in ops if isinstance(op, torch._ops.OpOverload)}
+        for ops in (lowering.foreach_ops, decomposition.decompositions)
+    )
+    own = {packet for packet in _FOREACH if not packet.__name__.endswith("_")}
+    assert own - decomposed <= {packet for packet in listed if not packet.__name__.endswith("_")} <= own
 
 
 def kernels_by_phase(program: Callable[..., Tensor], inputs: list[Tensor], way: str | bool) -> list[list[Kernel]]:
@@ -282,7 +288,16 @@ PUT_TOGETHER: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PUT_TOGETHER)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "halves",
+        *(
+            pytest.param(name, marks=pytest.mark.skipif(running_version() < (2, 12), reason="2.11 reads less anew"))
+            for name in ("features that others read too", "a result that one other reads too")
+        ),
+    ],
+)
 def test_what_is_put_together_is_stored_where_inductor_stores_it(name: str):
     """In its place of each result, by one kernel for all of these; a reader picks where it alone reads the operands."""
     program, shapes = PUT_TOGETHER[name]
@@ -315,10 +330,10 @@ def test_a_value_that_is_computed_again_is_computed_where_it_is_wanted():
 
 def test_channels_last_copies_filters_and_their_gradients_and_splits_the_sums_of_a_batch_norm():
     """Forward and backward apart. Backward, inductor leaves the sums of the first batch norm whole, as their gradient
-    comes in NCHW; the rules split them."""
+    comes in NCHW; the rules split them. Before torch 2.13 it reads that gradient once more."""
     shapes: list[tuple[int, ...]] = [(8, 64, 32, 32), (128, 64, 3, 3), (128, 128, 3, 3), (128,)]
     compiled, ruled = both(normalized, shapes, trains=True)
-    for ours, theirs, most in zip(ruled, compiled, (0.05, 0.08), strict=True):
+    for ours, theirs, most in zip(ruled, compiled, (0.05, 0.08 if REINDEXES else 0.09), strict=True):
         assert moved(ours) == pytest.approx(moved(theirs), rel=most)
     assert list(map(len, ruled)) == pytest.approx(list(map(len, compiled)), abs=3)
 
@@ -385,6 +400,8 @@ def test_two_readers_of_a_value_share_a_kernel_where_they_go_through_it_alike(on
             torch.compile(program)(torch.empty(4096, 512, device="meta"))
         kernels = meter.report(mode="compiled").kernels
         found.append((len(kernels), moved(kernels)))
+    if (one, other) == ("relu", "sum") and not REINDEXES:  # the sum of all has a kernel of its own, which reads again
+        found[1] = (found[1][0] + 1, found[1][1] + 4 * 4096 * 512)
     assert found[0] == found[1]
 
 

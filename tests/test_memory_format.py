@@ -54,6 +54,24 @@ def _convolve(
     return nn.functional.conv2d(images, filters, padding=1, groups=groups)
 
 
+@pytest.mark.parametrize(("of_result", "of_input"), [(True, False), (False, True)])
+def test_the_gradients_of_a_convolution_have_the_layout_of_input_and_weight(of_result: bool, of_input: bool) -> None:
+    """`determine_backend_memory_format(input, weight, backend)` in aten/src/ATen/native/Convolution.cpp: the gradient
+    of the result has no say. So a leaf's gradient is not copied."""
+    formats = {True: torch.channels_last, False: torch.contiguous_format}
+    images, filters = (
+        torch.empty(shape, device="meta", dtype=torch.bfloat16).to(memory_format=formats[of_input]).requires_grad_()
+        for shape in ((2, 4, 6, 6), (8, 4, 3, 3))
+    )
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        out = nn.functional.conv2d(images, filters, padding=1)
+        out.backward(torch.empty_like(out, memory_format=formats[of_result]))
+    assert [kernel.cost.name for kernel in meter.report().kernels].count("copy_") == 0
+    for leaf in (images, filters):
+        assert leaf.grad is not None
+        assert leaf.grad.is_contiguous(memory_format=formats[of_input])
+
+
 @pytest.mark.parametrize("input_last", [True, False])
 @pytest.mark.parametrize("weight_last", [True, False])
 @pytest.mark.parametrize(("channels", "groups", "size"), [(4, 1, 6), (8, 8, 6), (4, 1, 1), (1, 1, 6)])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch.utils import benchmark
+import torch.utils.benchmark
 
 import flopmeter
 
@@ -92,8 +94,13 @@ def test_packages_and_threads_read_the_true_time():
     assert time.time is read
 
 
-def test_torchs_timer_measures_the_device():
+def test_torchs_timer_measures_the_device(monkeypatch):
+    """Imported anew, as by a script: torch 2.11 looks for a device when it is imported, and later ones at each call."""
+    for name in [name for name in sys.modules if name.startswith("torch.utils.benchmark")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch.utils, "benchmark", torch.utils.benchmark)  # the import puts another one there
     with flopmeter.cuda("a100-sxm4-80gb"):
+        benchmark = importlib.import_module("torch.utils.benchmark")
         x, y = matrices()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

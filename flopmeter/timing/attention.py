@@ -183,7 +183,9 @@ def template_tile_of(shape: AttentionShape, hardware: Hardware) -> tuple[int, in
     """What a block of flex_attention's template keeps, and what it takes at a time, in the torch that runs."""
     major = min(max((hardware.compute_capability or _AMPERE)[0], 8), 11)
     forward_tiles, backward_tiles = attention_kernels.FLEX_TILES, attention_kernels.FLEX_BACKWARD_TILES
-    if running_version() >= (2, 15):
+    if running_version() < (2, 13):
+        forward_tiles = attention_kernels.FLEX_TILES_BEFORE_2_13
+    elif running_version() >= (2, 15):
         forward_tiles = attention_kernels.FLEX_TILES_OF_2_15
         backward_tiles = attention_kernels.FLEX_BACKWARD_TILES_OF_2_15
     if shape.is_backward:

@@ -222,7 +222,8 @@ FLEX_BACKWARD_TILES = {
     11: ((63, 128, 32), (256, 64, 64)),
 }
 FLEX_LONG_BACKWARD_TILE = (16, 16)
-# Torch 2.15 has others on data-centre Blackwell.
+# Before torch 2.13 heads of 192 had no entry for Ampere and Ada. Torch 2.15 has others on data-centre Blackwell.
+FLEX_TILES_BEFORE_2_13 = {**FLEX_TILES, 8: {64: (128, 64), 128: (128, 64), 256: (32, 64)}}
 FLEX_TILES_OF_2_15 = {**FLEX_TILES, 10: {64: (128, 64), 128: (128, 128), 192: (128, 128), 256: (64, 32)}}
 FLEX_BACKWARD_TILES_OF_2_15 = {**FLEX_BACKWARD_TILES, 10: ((64, 64, 32), (128, 128, 64), (256, 64, 64))}
 FLEX_KEY_SHARE = 4 / 7  # of the backward pass's products, those of blocks that keep keys

@@ -1,4 +1,5 @@
-"""The memory format of a convolution's result: cuDNN keeps that of the arguments, torch's Meta kernel returns NCHW."""
+"""The memory format of a convolution's result and gradients: cuDNN keeps that of input and weight. Torch's Meta kernels
+return NCHW, and gradients, before torch 2.12, in what the gradient of the result suggests."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.operators import aten_overloads
 
 _CONVOLUTION = aten_overloads.convolution.default
+_GRADIENTS = aten_overloads.convolution_backward.default
 _IN_TORCHSCRIPT = aten_overloads._convolution.default  # torch 2.11 has no kernel of it for meta
+NCHW = torch.contiguous_format
 _FLAGS = 4  # its last arguments, which only choose among libraries
 
 
@@ -22,6 +25,8 @@ def install(scope: Emulation) -> None:
     for other modes even after its registration was removed."""
     scope.overrides[_CONVOLUTION] = convolution
     scope.overrides[_IN_TORCHSCRIPT] = lambda *args: convolution(*args[:-_FLAGS])
+    if dispatcher.running_version() < (2, 12):
+        scope.overrides[_GRADIENTS] = gradients
 
 
 def convolution(tensor: Tensor, weight: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
@@ -30,6 +35,18 @@ def convolution(tensor: Tensor, weight: Tensor, *rest: Any, **kwargs: Any) -> Te
     if not dispatcher.is_emulated(tensor) or not runs_channels_last(tensor, weight):
         return out
     return torch.empty_like(out, memory_format=CHANNELS_LAST[out.dim()])
+
+
+def gradients(gradient: Tensor, tensor: Tensor, weight: Tensor, *rest: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """The convolution's gradients, in cuDNN's layout."""
+    found: tuple[Tensor | None, ...] = _GRADIENTS(gradient, tensor, weight, *rest, **kwargs)
+    if not dispatcher.is_emulated(gradient):
+        return found
+    formats = CHANNELS_LAST if runs_channels_last(tensor, weight) else dict.fromkeys(CHANNELS_LAST, NCHW)
+    return tuple(
+        each if each is None or each.dim() < 4 else torch.empty_like(each, memory_format=formats[each.dim()])
+        for each in found
+    )
 
 
 def runs_channels_last(tensor: Tensor, weight: Tensor) -> bool:
