@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flopmeter import FlopMeter
 from flopmeter.records import Trace
 from flopmeter.run.session import ScriptSession, Wishes
+from flopmeter.torch_names.dispatcher import running_version
 
 H100 = "h100-sxm5-80gb"
 
@@ -195,7 +196,7 @@ def test_an_evaluation_before_the_training_of_a_module_that_compiled_itself_is_s
 
 def test_a_model_compiled_before_ddp_wraps_it_has_its_own_products_and_memory() -> None:
     """torch splits its graph where a bucket of gradients is full, and traces each part with results of the one
-    before."""
+    before. Before torch 2.13 the gradient that comes into a graph lives until its end."""
 
     class Layers(nn.Module):
         def __init__(self) -> None:
@@ -224,7 +225,8 @@ def test_a_model_compiled_before_ddp_wraps_it_has_its_own_products_and_memory() 
     assert compiled["steady step"].mode == "compiled"
     for name in ("first step", "steady step"):
         assert compiled[name].macs == eager[name].macs
-        assert compiled[name].peak_memory_bytes <= eager[name].peak_memory_bytes
+        held = 64 * 1024 * 4 if running_version() < (2, 13) else 0
+        assert compiled[name].peak_memory_bytes <= eager[name].peak_memory_bytes + held
 
 
 def test_small_constants_are_written_into_kernels_and_compiled_once() -> None:
