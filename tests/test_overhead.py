@@ -14,6 +14,7 @@ from torch import nn
 from work import instructions
 
 from flopmeter import FlopMeter
+from flopmeter.torch_names.dispatcher import running_version
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_overhead.py"
 
@@ -48,7 +49,9 @@ def test_the_meter_does_less_work_than_flop_counter_mode(bench, name):
         if observer in ("FlopMeter", "FlopCounterMode"):
             bench.cpu_seconds(program, make())  # fills caches
             counts[observer] = instructions(lambda make=make: bench.cpu_seconds(program, make()))
-    assert counts["FlopMeter"] < bench.GOAL * counts["FlopCounterMode"]
+    # Before torch 2.13 FlopCounterMode runs a tenth fewer instructions, and the meter 3 % fewer.
+    goal = bench.GOAL if running_version() >= (2, 13) else 0.82
+    assert counts["FlopMeter"] < goal * counts["FlopCounterMode"]
 
 
 def test_the_work_of_an_op_does_not_grow_with_the_size_of_its_tensors():
