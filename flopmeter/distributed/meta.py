@@ -62,6 +62,8 @@ def runs_on_meta(gpus_per_node: int | None, rank: int, *, has_host: bool = False
                 for name, answer in objects.ANSWERS.items()
                 for module in (torch.distributed, torch.distributed.distributed_c10d)
             ),
+            # Torch 2.12's pipelines name devices, and not their type: those of CUDA are asked for random states.
+            mock.patch.object(torch.random, "fork_rng", _with_type(torch.random.fork_rng)),
             # Batches of messages ask which backend the device has.
             mock.patch.dict(Backend.backend_capability, fake=[*Backend.backend_capability["fake"], "meta"]),
             mock.patch.object(distributed_c10d, private.CHECK_BATCH, _heard_batch(_check_batch)),
@@ -168,6 +170,13 @@ _KERNELS_ON_CPU: dict[str, Any] = {"c10d::scatter_": _scatter, "c10d::gather_": 
 @around
 def _on_meta(make: Any, mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
     make(mesh, "meta" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
+@around
+def _with_type(fork: Any, devices: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(devices, list) and torch.device("meta") in devices:
+        kwargs["device_type"] = "meta"
+    return fork(devices, *args, **kwargs)
 
 
 def _asked_once(plain: Any) -> Any:
