@@ -56,8 +56,8 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
                 tensors = (launches.tensors or {}).get(graph, 0)
                 step += host.relative_time * (mode.graph_call_seconds + tensors * mode.graph_tensor_seconds)
         running = graph
-        further = further_seconds(cost, hardware, host) if cost.op_class == CONTRACTION and not is_replayed else 0.0
-        steps.append(HostStep(step + outside, further))
+        launches_more = cost.op_class == CONTRACTION and not is_replayed  # asked here since it runs for every kernel
+        steps.append(HostStep(step + outside, further_seconds(cost, hardware, host) if launches_more else 0.0))
     return steps
 
 
