@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flopmeter import FlopMeter, load_hardware
-from flopmeter.distributed import world
 
 A100 = load_hardware("a100-sxm4-80gb")
 LAUNCH, VIEW, CALL = 6.5e-6, 3.2e-6, 6e-6
@@ -123,27 +120,3 @@ def test_an_optimizer_takes_the_time_of_a_module_call_for_each_of_its_parameters
         return meter.report().launch_seconds
 
     assert seconds(30) - seconds(10) == pytest.approx(20 * CALL)
-
-
-def test_a_distributed_tensor_takes_the_host_longer_by_its_dispatcher_and_its_collectives():
-    """By 7 and 70 to 90 µs on a CPU where a view takes .85."""
-
-    def seconds(run):
-        with FlopMeter(A100) as meter, torch.no_grad():
-            run()
-        return meter.report().launch_seconds
-
-    with world(8):
-        x = torch.empty(8, 64, device="meta")
-        shared = DTensor.from_local(x, init_device_mesh("cuda", (8,)), [Shard(0)])
-        plain, own = seconds(x.sin), seconds(shared.sin)
-        gathered = seconds(lambda: shared.sin().redistribute(placements=[Replicate()]))
-    assert own == pytest.approx(plain + 4 * CALL)
-    assert gathered - own == pytest.approx(LAUNCH + 95 * VIEW, rel=0.1)  # and a few views
-
-
-def test_a_collective_that_a_program_calls_itself_has_no_python_of_functional_ones():
-    x = torch.empty(8, 64, device="meta")
-    with world(8), FlopMeter(A100) as meter:
-        torch.distributed.all_reduce(x)
-    assert meter.report().launch_seconds < 2 * LAUNCH

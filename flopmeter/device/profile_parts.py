@@ -121,10 +121,6 @@ RECORD_VIEWS, NODE_VIEWS = 0.5, 1.9
 # DeepLearningExamples, NGC 21.03): 2.4 ms more than in fp32 for 55 casts, on a host of 2.6 times the default.
 CAST_VIEWS = 1.7
 
-# What Python adds to a functional collective of eager code with its wait (its checks, and the tensor that waits when it
-# is used): 70 to 90 µs where a view takes .85 (the same CPU, torch 2.13 and 2.15, a process group that sends nothing).
-FUNCTIONAL_COLLECTIVE_VIEWS = 95
-
 _seconds = number("a number of seconds from 0 to 1", least=0, most=1)  # 0: for what-ifs
 _factor = number("a number over 0 and at most 1e9", above=0, most=1e9)
 
@@ -186,11 +182,6 @@ class Host(SchemaRecord):
     def node_seconds(self) -> float:
         """Its node in the backward pass, beside the ops that this runs."""
         return NODE_VIEWS * self.relative_time * self.view_seconds
-
-    @property
-    def functional_collective_seconds(self) -> float:
-        """What a functional collective takes beyond another op."""
-        return FUNCTIONAL_COLLECTIVE_VIEWS * self.relative_time * self.view_seconds
 
     @property
     def cast_seconds(self) -> float:

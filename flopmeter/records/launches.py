@@ -15,8 +15,7 @@ class Kernel(NamedTuple):
     ops: tuple[Op, ...]
     cost: Cost
     views: int  # views and other ops without a kernel that the host ran since the previous kernel
-    # That the host made since the previous kernel; a parameter of an optimizer counts as one, a DTensor's op as four.
-    module_calls: int
+    module_calls: int  # that the host made since the previous kernel; a parameter of an optimizer counts as one
 
     @property
     def op(self) -> Op:

@@ -10,7 +10,7 @@ from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import CONTRACTION, Cost, Launches
 from flopmeter.records.work import RecurrentWork, VectorWork
 
-CAST, FUNCTIONAL = "_to_copy", "_c10d_functional"
+CAST = "_to_copy"
 
 
 class HostStep(NamedTuple):
@@ -42,8 +42,6 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
         called = op.graph
         if graph is None:
             step = op_seconds(cost, host)
-            if cost.collective is not None and op.call.func.namespace == FUNCTIONAL:
-                step += host.functional_collective_seconds
             if op.phase == "forward":
                 step += recorded
             elif op.phase == "backward":
