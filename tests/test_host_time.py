@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flopmeter import FlopMeter, load_hardware
+from flopmeter.distributed import world
 
 A100 = load_hardware("a100-sxm4-80gb")
 LAUNCH, VIEW, CALL = 6.5e-6, 3.2e-6, 6e-6
@@ -120,3 +123,18 @@ def test_an_optimizer_takes_the_time_of_a_module_call_for_each_of_its_parameters
         return meter.report().launch_seconds
 
     assert seconds(30) - seconds(10) == pytest.approx(20 * CALL)
+
+
+def test_a_note_says_how_many_functional_collectives_have_python_that_is_not_priced():
+    x = torch.empty(8, 64, device="meta")
+    with world(8), FlopMeter(A100) as meter, torch.no_grad():
+        shared = DTensor.from_local(x, init_device_mesh("cuda", (8,)), [Shard(0)])
+        shared.sin().redistribute(placements=[Replicate()])
+    assert any(note.startswith("1 functional collectives in eager code") for note in meter.report().notes)
+
+
+def test_a_collective_that_a_program_calls_itself_is_not_a_functional_one():
+    x = torch.empty(8, 64, device="meta")
+    with world(8), FlopMeter(A100) as meter:
+        torch.distributed.all_reduce(x)
+    assert not any("functional" in note for note in meter.report().notes)

@@ -20,9 +20,8 @@ from collections.abc import Collection, Iterable
 from flopmeter.costs.data_movement.communication import group_of, is_message
 from flopmeter.costs.traffic import regions
 from flopmeter.records import DEFAULT_STREAM, Call, Kernel, Placement, Sync, Trace
-from flopmeter.records.collectives import WAIT_OPS
+from flopmeter.records.collectives import FUNCTIONAL, WAIT_OPS
 
-FUNCTIONAL = "_c10d_functional"  # collectives that return their result, as DTensor uses them
 _AGAIN = -1  # the index of what is computed again
 
 

@@ -25,6 +25,8 @@ GROUP_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {"c10d": "process_group", "_c10d_functional": "group_name", "_dtensor": "group_name"}
 )
 
+FUNCTIONAL = "_c10d_functional"  # collectives that return their result, as DTensor uses them
+
 # Ops that make a stream wait for a collective, and return what it returned.
 WAIT_OPS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
 

@@ -109,19 +109,24 @@ def with_ops(
     """The trace without the ops of these indices; ops of `put_in` stand at their own indices, whether the op there is
     dropped or not, and those of `put_before` before the ops there, or at the end.
 
-    Module calls between dropped ops go with them: the host makes them for those ops.
+    Module calls between dropped ops go with them: the host makes them for those ops. What an optimizer does for each
+    parameter it does for any ops.
     """
     put_in, put_before, gone = put_in or {}, put_before or {}, set(dropped) - set(put_in or {})
     calls_before = [now - before for before, now in zip((0, *trace.module_calls), trace.module_calls, strict=False)]
     ops, calls, place = list[Op](), list[int](), list[int]()  # `place`: of each old op among the new ones
+    owed = 0  # calls of an optimizer's dropped ops
     for index in range(len(trace.ops) + 1):
         new = put_before.get(index, ())
         ops.extend(new)
         calls.extend(0 for _ in new)
         place.append(len(ops))
-        if index < len(trace.ops) and index not in gone:
+        if index in gone:
+            owed += calls_before[index] * (trace.ops[index].phase == "optimizer")
+        elif index < len(trace.ops):
             ops.append(put_in.get(index, trace.ops[index]))
-            calls.append(calls_before[index])
+            calls.append(calls_before[index] + owed)
+            owed = 0
     storages = [
         dataclasses.replace(
             storage,
