@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -123,18 +123,31 @@ def rearranged(
 ) -> Trace:
     """The trace with other ops. `place`: of each old op, and of the end, among the new ones, where the next one stands
     if it is `gone`. Storages and templates keep the numbers of the old ones."""
-    kept = len(ops) / max(1, len(trace.ops))  # of what autograd records, too
     return replace(
         trace,
         ops=ops,
         module_calls=module_calls,
         resizes=[each._replace(op=place[each.op]) for each in trace.resizes],
         accumulations=[each._replace(op=place[each.op]) for each in trace.accumulations if each.op not in gone],
-        backward_passes=[BackwardPass(place[each.op], round(kept * each.nodes)) for each in trace.backward_passes],
+        backward_passes=list(_passes(trace, ops, place)),
         stream_use=_renumbered(trace.stream_use, lambda op: None if op in gone else place[op], place.__getitem__),
         forward_ends=[place[end] for end in trace.forward_ends],
         optimizer_steps=[step._replace(end=place[step.end]) for step in trace.optimizer_steps],
     )
+
+
+def _passes(trace: Trace, ops: list[Op], place: Sequence[int]) -> Iterator[BackwardPass]:
+    """The backward passes of a trace with other ops. Autograd records in proportion to the ops of the forward pass."""
+    start = 0
+    for end, nodes in trace.backward_passes:
+        before = _forward_ops(trace.ops[start:end])
+        now = _forward_ops(ops[place[start] : place[end]])
+        yield BackwardPass(place[end], round(nodes * now / before) if before else nodes)
+        start = end
+
+
+def _forward_ops(ops: list[Op]) -> int:
+    return sum(op.phase == "forward" for op in ops)
 
 
 def _renumbered(
