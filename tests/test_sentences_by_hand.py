@@ -251,11 +251,11 @@ def test_products_of_new_types_are_explained_by_an_example():
 
 
 def test_kernels_of_an_op_that_launches_several_are_numbered():
-    """addmm copies its bias first: a reader who saw the first figures alone would take it for all."""
-    example = explain("addmm").rpartition("\nexample\n")[2]
+    """baddbmm copies its addend first: a reader who saw the first figures alone would take it for all."""
+    example = explain("baddbmm").rpartition("\nexample\n")[2]
     copy, product = example.split("kernel 1 of 2:")[1].split("kernel 2 of 2:")
     assert "FLOP   0 data movement" in copy
-    assert f"FLOP   {2 * 256**3:,} tensor contraction" in product
+    assert f"FLOP   {8 * 2 * 256**3:,} tensor contraction" in product
     assert "kernel" not in explain("mm").rpartition("\nexample\n")[2]
 
 
