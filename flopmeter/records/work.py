@@ -68,6 +68,11 @@ class Recurrence(NamedTuple):
     keeps_weights: Literal["everywhere", "on large devices", "nowhere"]
     is_backward: bool = False
 
+    @property
+    def layer_steps(self) -> int:
+        """Steps of all layers and directions."""
+        return self.steps * len(self.matmuls)
+
 
 class Mask(NamedTuple):
     """Query i sees the keys from i + shift - left to i + shift + right; None: as far as there are keys."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from flopmeter.costs.contractions.rnn import runs_as_one_kernel
+from flopmeter.costs.contractions.rnn import launched_steps
 from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import CONTRACTION, Cost, Launches
 from flopmeter.records.work import RecurrentWork, VectorWork
@@ -54,8 +54,7 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
                 tensors = (launches.tensors or {}).get(graph, 0)
                 step += host.relative_time * (mode.graph_call_seconds + tensors * mode.graph_tensor_seconds)
         running = graph
-        launches_more = cost.op_class == CONTRACTION and not is_replayed  # asked here since it runs for every kernel
-        steps.append(HostStep(step + outside, further_seconds(cost, hardware, host) if launches_more else 0.0))
+        steps.append(HostStep(step + outside, 0.0 if is_replayed else further_seconds(cost, hardware, host)))
     return steps
 
 
@@ -67,8 +66,8 @@ def further_seconds(cost: Cost, hardware: Hardware, host: Host) -> float:
     match cost.work:
         case VectorWork(kernels=calls):
             return (calls - 1) * host.further_launch_seconds
-        case RecurrentWork(recurrence=recurrence) if not runs_as_one_kernel(recurrence, hardware):
-            return recurrence.steps * len(recurrence.matmuls) * host.recurrent_step_seconds
+        case RecurrentWork():
+            return launched_steps(cost.work, hardware) * host.recurrent_step_seconds
     return 0.0
 
 

@@ -186,7 +186,7 @@ def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: 
         together = _one_after_another(work.matmuls, moved.share(len(work.matmuls)), rates)
         compute = recurrence.steps * step.work_seconds
         least = constants.KEPT_STEP_SECONDS[recurrence.keeps_weights][recurrence.is_backward]
-        waits = recurrence.steps * len(recurrence.matmuls) * least
+        waits = recurrence.layer_steps * least
         return together._replace(
             compute_seconds=max(together.compute_seconds, compute),
             work_seconds=max(together.work_seconds, compute, waits),
@@ -196,7 +196,7 @@ def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: 
         at_once.remove(next(shape for shape in at_once if shape.n * shape.k == own.n * own.k))
     together = _one_after_another(at_once, moved.share(len(at_once)), rates)
     launches = 2 * hardware.kernel_floor_seconds + access_seconds(1.0, hardware)
-    starts = recurrence.steps * len(recurrence.matmuls) * launches
+    starts = recurrence.layer_steps * launches
     return Busy(
         together.compute_seconds + recurrence.steps * step.compute_seconds,
         together.memory_seconds,

@@ -212,10 +212,10 @@ class LaunchPrices:
     `clock_of` gives the clock of each kernel, as a share of that of the device; without it all have this clock."""
 
     def __init__(self, launches: Launches, price_at: KernelPrices, cluster: Cluster | None, clock_of: ClockOf | None):
-        self.hardware = price_at.hardware
-        self.is_cpu = self.hardware.is_cpu
+        self._hardware = price_at.hardware
+        self.is_cpu = self._hardware.is_cpu
         self._launches, self._price_at, self._cluster, self._clock_of = launches, price_at, cluster, clock_of
-        self._cached = [] if self.is_cpu else cached_bytes(launches.kernels, self.hardware.l2_cache_bytes)
+        self._cached = [] if self.is_cpu else cached_bytes(launches.kernels, self._hardware.l2_cache_bytes)
         self._collectives: dict[Collective, CollectivePrice] = {}
 
     def __call__(self, number: int) -> _Priced:
@@ -230,7 +230,7 @@ class LaunchPrices:
         cached = self._cached[number] if self._cached else 0.0
         clock = self._clock_of(number, cached) if self._clock_of else 1.0
         (compute, memory, work, latency, sms), kernel_class, few_flops = self._price_at(cost, cached, clock)
-        ramp = self.hardware.kernel_floor_seconds + latency
+        ramp = self._hardware.kernel_floor_seconds + latency
         graph = self._launches.graphs[number]
         if graph is not None:
             # The device needs some time from one node of a graph to the next; a kernel takes at least that.
@@ -238,12 +238,12 @@ class LaunchPrices:
         return _Priced(work, ramp, kernel_class, (compute, memory), clock, few_flops, Demand(compute, memory, sms))
 
     def _transfer(self, collective: Collective, price: CollectivePrice) -> Transfer:
-        device, transport = self.hardware, cluster_of(self.hardware, self._cluster).intra.transport
+        device, transport = self._hardware, cluster_of(self._hardware, self._cluster).intra.transport
         return transfer_of(collective, price, transport, device.sm_count, device.sustained_bandwidth_bytes_per_s)
 
     def _collective_price(self, collective: Collective) -> CollectivePrice:
         price = self._collectives.get(collective)
         if price is None:
-            price = price_collective(collective, cluster_of(self.hardware, self._cluster))
+            price = price_collective(collective, cluster_of(self._hardware, self._cluster))
             self._collectives[collective] = price
         return price

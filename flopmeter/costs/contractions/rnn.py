@@ -13,7 +13,7 @@ import torch
 
 from flopmeter.costs.rules import alignment_bytes, macs_of, make_contraction, make_cost, make_product, rule
 from flopmeter.device.hardware import Hardware, Host
-from flopmeter.records import ELEMENTWISE, Call, Cost, Kernel, Matmul, Recurrence, RecurrentWork, TensorSpec
+from flopmeter.records import ELEMENTWISE, Call, Cost, Kernel, KernelWork, Matmul, Recurrence, RecurrentWork, TensorSpec
 from flopmeter.torch_names.operators import aten
 
 
@@ -130,11 +130,16 @@ def runs_as_one_kernel(recurrence: Recurrence, hardware: Hardware) -> bool:
     return recurrence.keeps_weights == "everywhere" or (recurrence.keeps_weights == "on large devices" and is_large)
 
 
+def launched_steps(work: KernelWork, hardware: Hardware) -> int:
+    """How many steps the host launches, of all layers: none of a kernel that is no recurrent layer's, or runs all."""
+    if not isinstance(work, RecurrentWork) or runs_as_one_kernel(work.recurrence, hardware):
+        return 0
+    return work.recurrence.layer_steps
+
+
 def step_notes(kernels: Iterable[Kernel], hardware: Hardware, host: Host) -> list[str]:
     """A note on recurrent layers whose steps the host launches."""
-    works = (kernel.cost.work for kernel in kernels)
-    each = [work.recurrence for work in works if isinstance(work, RecurrentWork)]
-    steps = sum(own.steps * len(own.matmuls) for own in each if not runs_as_one_kernel(own, hardware))
+    steps = sum(launched_steps(kernel.cost.work, hardware) for kernel in kernels)
     if not steps or hardware.is_cpu:
         return []
     return [

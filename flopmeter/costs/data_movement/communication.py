@@ -16,7 +16,7 @@ from flopmeter.records import COMMUNICATION, Call, Collective, CollectiveKind, C
 from flopmeter.records.collectives import COLLECTIVE_OPS, COLLECTIVES, FUNCTIONAL, IN_SWITCH_TYPES, KnownOp
 from flopmeter.torch_names.operators import Packets
 
-functional = Packets("_c10d_functional")
+functional = Packets(FUNCTIONAL)
 
 
 def _packet(name: str) -> Any:

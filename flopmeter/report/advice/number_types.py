@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
-from flopmeter.costs.contractions.rnn import runs_as_one_kernel
+from flopmeter.costs.contractions.rnn import launched_steps
 from flopmeter.device.hardware import Hardware, HardwareError, Unit
-from flopmeter.records import Kernel, RecurrentWork, TensorSpec
+from flopmeter.records import Kernel, TensorSpec
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.autocast import FOURIER, autocast
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
@@ -71,22 +71,21 @@ def narrower_numbers(report: Report) -> Iterator[Proposal]:
 def recurrent_layers_in_fp16(report: Report) -> Iterator[Proposal]:
     """Layers in fp32 whose steps cuDNN launches one by one, and for which it has a kernel of all steps in fp16, the
     type of recurrent layers under autocast whatever its own (aten/src/ATen/autocast_mode.cpp)."""
-    launched = [kernel for kernel in report.kernels if _in_steps(kernel, report.hardware)]
+
+    def in_steps(kernel: Kernel) -> bool:
+        return launched_steps(kernel.cost.work, report.hardware) > 0
+
+    launched = sum(map(in_steps, report.kernels))
     if not launched or report.main_dtype not in ("fp32", "tf32"):
         return
     trace = autocast(trace_of(report), torch.float16)
     then = None if trace is None else priced(report, trace)
-    if then is not None and sum(_in_steps(kernel, report.hardware) for kernel in then.kernels) < len(launched):
+    if then is not None and sum(map(in_steps, then.kernels)) < launched:
         yield Proposal(
-            "recurrent layers", lambda kernel: _in_steps(kernel, report.hardware), "cuDNN launches each of their steps",
+            "recurrent layers", in_steps, "cuDNN launches each of their steps",
             "torch.autocast, under which recurrent layers run in float16: one kernel then runs all steps, with the"
             " weights on the chip", then,
         )  # fmt: skip
-
-
-def _in_steps(kernel: Kernel, device: Hardware) -> bool:
-    work = kernel.cost.work
-    return isinstance(work, RecurrentWork) and not runs_as_one_kernel(work.recurrence, device)
 
 
 def _wide_and_narrow(report: Report) -> tuple[torch.dtype, torch.dtype] | None:
