@@ -18,7 +18,7 @@ from flopmeter.costs.contractions.linalg import chain_notes
 from flopmeter.costs.contractions.quantized import group_assumptions
 from flopmeter.costs.contractions.rnn import step_notes
 from flopmeter.costs.contractions.varlen import packed_assumptions
-from flopmeter.costs.data_movement.communication import functional_notes, message_notes
+from flopmeter.costs.data_movement.communication import dtensor_notes, message_notes
 from flopmeter.costs.host_work import host_work_notes, staging_notes
 from flopmeter.costs.lookup import implementation_assumptions, uncounted_implementations
 from flopmeter.costs.triton_kernels import triton_assumptions, uncounted_notes
@@ -254,7 +254,7 @@ class FlopMeter:
         host = self._host or device.host
         notes = (
             *self._notes(device), *uncounted_notes(kernels), *uncounted_implementations(kernels),
-            *message_notes(kernels, running), *functional_notes(kernels), *host_work_notes(trace),
+            *message_notes(kernels, running), *dtensor_notes(kernels, host), *host_work_notes(trace),
             *staging_notes(kernels, host), *chain_notes(kernels), *step_notes(kernels, device, host),
         )  # fmt: skip
         assumed = (

@@ -1,12 +1,15 @@
-"""What autograd and optimizers take the host."""
+"""What autograd, optimizers and DTensors take the host."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.distributed import world
@@ -125,12 +128,79 @@ def test_an_optimizer_takes_the_time_of_a_module_call_for_each_of_its_parameters
     assert seconds(30) - seconds(10) == pytest.approx(20 * CALL)
 
 
-def test_a_note_says_that_the_python_of_functional_collectives_is_not_priced():
+class CountsDTensorOps(TorchDispatchMode):
+    """How many ops torch dispatches on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.ops += 1
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
+
+
+def parallel_layers() -> tuple[nn.Module, torch.Tensor]:
+    mesh = init_device_mesh("cuda", (8,))
+    with torch.device("meta"):
+        layers, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.empty(16, 64)
+    parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return layers, x
+
+
+def test_each_op_on_dtensors_costs_the_host_besides_those_inside():
+    with world(8):
+        layers, x = parallel_layers()
+        layers(x).sum().backward()  # DTensor remembers what it has seen
+        with CountsDTensorOps() as counts:
+            layers(x).sum().backward()
+        with FlopMeter(A100) as meter:
+            layers(x).sum().backward()
+    eager, compiled = meter.report(), meter.report(mode="compiled")
+    assert counts.ops >= 20
+    assert sum(kernel.dtensor_ops for kernel in eager.kernels) == counts.ops
+    assert sum(kernel.dtensor_ops for kernel in compiled.kernels) == 0
+    assert eager.launch_seconds > compiled.launch_seconds + counts.ops * 50e-6
+    assert any(note.startswith(f"DTensors: in eager code the Python of {counts.ops} ops") for note in eager.notes)
+
+
+def test_an_op_on_a_list_of_dtensors_costs_the_host_for_each_of_them():
+    def ops(parameters: int) -> float:
+        mesh = init_device_mesh("cuda", (8,))
+        shards = [DTensor.from_local(torch.empty(4, 4, device="meta"), mesh, [Shard(0)]) for _ in range(parameters)]
+        with FlopMeter(A100) as meter, torch.no_grad():
+            torch._foreach_mul_(shards, 2.0)
+        return sum(kernel.dtensor_ops for kernel in meter.report().kernels)
+
+    with world(8):
+        few, more, most = map(ops, (10, 20, 30))
+    assert 1 < few < more
+    assert most - more == pytest.approx(more - few)
+
+
+def test_a_part_of_a_run_has_the_ops_on_dtensors_of_its_own():
+    with world(8):
+        layers, x = parallel_layers()
+        with FlopMeter(A100) as meter:
+            layers(x)
+            first = len(meter.trace.ops)
+            layers(x)
+    whole, part = meter.report(), meter.report(ops=range(first, len(meter.trace.ops)))
+    of_whole, of_part = (sum(kernel.dtensor_ops for kernel in report.kernels) for report in (whole, part))
+    assert of_whole == 2 * of_part > 0
+
+
+def test_functional_collectives_cost_the_host_more_than_others():
     x = torch.empty(8, 64, device="meta")
-    with world(8), FlopMeter(A100) as meter, torch.no_grad():
-        shared = DTensor.from_local(x, init_device_mesh("cuda", (8,)), [Shard(0)])
-        shared.sin().redistribute(placements=[Replicate()])
-    assert any(note.startswith("functional collectives in eager code") for note in meter.report().notes)
+    with world(8), torch.no_grad():
+        with FlopMeter(A100) as functional:
+            wait_tensor(all_reduce(x, "sum", torch.distributed.group.WORLD))
+        with FlopMeter(A100) as plain:
+            torch.distributed.all_reduce(x)
+    assert functional.report().launch_seconds > plain.report().launch_seconds + 100e-6
+    assert any("of 1 functional collectives" in note for note in functional.report().notes)
 
 
 def test_a_collective_that_a_program_calls_itself_is_not_a_functional_one():

@@ -34,7 +34,9 @@ def test_more_microbatches_make_the_bubble_of_a_pipeline_smaller():
 
 def test_tensor_parallelism_within_a_node_is_faster_than_between_nodes():
     apart = dataclasses.replace(DGX, gpus_per_node=2)
-    assert planned(tp=8).seconds < 0.9 * planned(tp=8, cluster=apart).seconds
+    compiled = {"mode": "compiled"}  # no DTensors, whose Python would take longer than the links
+    near, far = (planned(tp=8, cluster=cluster, options=compiled).seconds for cluster in (DGX, apart))
+    assert near < 0.9 * far
 
 
 def test_the_more_is_computed_again_the_longer_it_takes_and_the_less_it_keeps():

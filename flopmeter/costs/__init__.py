@@ -40,9 +40,9 @@ def kernels_of(trace: Trace, *, strict: bool = False, known: CallCosts | None = 
     """
     device, kernels = trace.device, []
     costs = {} if known is None else known
-    views, calls_seen = 0, 0
+    views, calls_seen, dtensor_ops = 0, 0, 0.0
     previous: Op | None = None
-    for op, module_calls in zip(trace.ops, trace.module_calls, strict=True):
+    for index, (op, module_calls) in enumerate(zip(trace.ops, trace.module_calls, strict=True)):
         launched = costs.get(op.call)
         if launched is None:
             launched = costs[op.call] = costs_of(op.call, strict=strict) if runs_on(device, op.call) else FREE
@@ -50,9 +50,10 @@ def kernels_of(trace: Trace, *, strict: bool = False, known: CallCosts | None = 
             launched = tuple(replace(cost, flops_by_class=((cost.op_class, 0),)) for cost in launched)
         previous = op
         views += not launched
+        dtensor_ops += trace.dtensor_ops.get(index, 0.0)
         for cost in launched:
-            kernels.append(Kernel((op,), cost, views, module_calls - calls_seen))
-            views, calls_seen = 0, module_calls
+            kernels.append(Kernel((op,), cost, views, module_calls - calls_seen, dtensor_ops))
+            views, calls_seen, dtensor_ops = 0, module_calls, 0.0
     return kernels
 
 

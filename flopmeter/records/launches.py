@@ -16,6 +16,7 @@ class Kernel(NamedTuple):
     cost: Cost
     views: int  # views and other ops without a kernel that the host ran since the previous kernel
     module_calls: int  # that the host made since the previous kernel; a parameter of an optimizer counts as one
+    dtensor_ops: float = 0.0  # ops on DTensors since the previous kernel, whose own ops are counted beside them
 
     @property
     def op(self) -> Op:

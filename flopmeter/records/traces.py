@@ -91,10 +91,12 @@ class TemplateRun(NamedTuple):
 
 @dataclass(slots=True, repr=False)
 class Trace:
-    """What ran, in order. `module_calls[i]` is the number of module calls made before op i."""
+    """What ran, in order. `module_calls[i]` is the number of module calls made before op i, `dtensor_ops[i]` that of
+    ops on DTensors between op i - 1 and op i, if any."""
 
     ops: list[Op] = field(default_factory=list)
     module_calls: list[int] = field(default_factory=list)
+    dtensor_ops: dict[int, float] = field(default_factory=dict)
     storages: list[Storage] = field(default_factory=list)
     resizes: list[Resize] = field(default_factory=list)
     accumulations: list[Accumulation] = field(default_factory=list)
@@ -127,6 +129,7 @@ def rearranged(
         trace,
         ops=ops,
         module_calls=module_calls,
+        dtensor_ops={place[op]: number for op, number in trace.dtensor_ops.items() if op not in gone},
         resizes=[each._replace(op=place[each.op]) for each in trace.resizes],
         accumulations=[each._replace(op=place[each.op]) for each in trace.accumulations if each.op not in gone],
         backward_passes=list(_passes(trace, ops, place)),
@@ -181,6 +184,7 @@ def part_of(trace: Trace, ops: range) -> Trace:
     return Trace(
         ops=trace.ops[start:stop],
         module_calls=[calls - before for calls in trace.module_calls[start:stop]],
+        dtensor_ops={op - start: number for op, number in trace.dtensor_ops.items() if op in ops},
         storages=[_in_part(each, sizes.get(number), ops) for number, each in enumerate(trace.storages)],
         resizes=[resize._replace(op=resize.op - start) for resize in trace.resizes if resize.op in ops],
         accumulations=[each._replace(op=each.op - start) for each in trace.accumulations if each.op in ops],

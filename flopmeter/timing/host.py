@@ -1,4 +1,4 @@
-"""What a run costs the host: ops, views, module calls, autograd, calls of compiled graphs."""
+"""What a run costs the host: ops, views, module calls, autograd, DTensors, calls of compiled graphs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from flopmeter.costs.contractions.rnn import launched_steps
+from flopmeter.costs.data_movement.communication import is_functional
 from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import CONTRACTION, Cost, Launches
 from flopmeter.records.work import RecurrentWork, VectorWork
@@ -39,9 +40,12 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
         op, cost, outside, is_replayed = kernel.op, kernel.cost, 0.0, False
         if graph is None or op.graph not in (None, called):
             outside = host.before_op_seconds(kernel.views, kernel.module_calls)
+            outside += kernel.dtensor_ops * host.dtensor_op_seconds
         called = op.graph
         if graph is None:
             step = op_seconds(cost, host)
+            if cost.collective is not None and is_functional(op):
+                step += host.functional_collective_seconds
             if op.phase == "forward":
                 step += recorded
             elif op.phase == "backward":

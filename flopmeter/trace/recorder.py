@@ -40,6 +40,7 @@ from flopmeter.torch_names.private import DispatchKey, dispatch_mode_stack
 from flopmeter.trace import higher_order, mixed_devices, streams, triton_kernels
 from flopmeter.trace.arrivals import Arrival, Arrivals, KnownCall
 from flopmeter.trace.attribution import Attribution
+from flopmeter.trace.dtensor import note_dtensor_op
 from flopmeter.trace.flex_attention import template_of
 from flopmeter.trace.gradients import IN_PLACE, without_a_mode
 from flopmeter.trace.handling import FRESH, Handlings
@@ -227,6 +228,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         for kind in types:
             if not is_plain(kind):
+                note_dtensor_op(self.trace, kind, args)
                 return NotImplemented  # let the subclass (DTensor, ...) run; its inner ops come back here
         kwargs = kwargs or {}
         handling = self._handlings[func]

@@ -2,8 +2,8 @@
 
 Each rank of the pipeline is a list of activities for the timeline's simulation (timing/concurrency.py): passes of
 layers, FSDP's gathers and scatters next to them, sums over replicas, and messages between stages. Approximations beside
-those of the timeline: a layer is one activity, whose demands are those of its kernels added up; the host is that of the
-layers; ranks of one stage are alike; Adam's time is in proportion to the shard.
+those of the timeline: a layer is one activity, whose demands are those of its kernels added up, and which does not end
+before the host has launched the last of them; ranks of one stage are alike; Adam's time is in proportion to the shard.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ GATHERED_BYTES, REDUCED_BYTES = 2, 4  # of a parameter in bf16, of a gradient in
 # Streams of FSDP2, in addition to the one that computes.
 GATHER, SCATTER, SUM = 1, 2, 3
 FIRST_MESSAGE = 4
+# What FSDP2's Python sends for a group of parameters, counted in its traces with torch 2.13: ops, and views of each.
+GATHERING, SCATTERING = (4, 2), (3, 1)
 ROUNDS = 2  # multiples of the pipeline's length: from this number of microbatches on, each adds the same time to a step
 
 
@@ -107,13 +109,15 @@ def least_seconds(work: SplitWork) -> float:
     microbatch are on other ranks."""
     split = work.split
     ranks = [list(itertools.chain(*work.chunks(rank))) for rank in range(split.pp)]
-    own = [sum(part.forward.seconds + part.backward.seconds for part in parts) for parts in ranks]
+    passes = [sum((part.forward + part.backward for part in parts), PassCost()) for parts in ranks]
+    own = [each.seconds for each in passes]
     waited_for = own
     if split.defers_weights:
         waited_for = [own[rank] - sum(part.weights.seconds for part in parts) for rank, parts in enumerate(ranks)]
     busiest = own.index(max(own))
     others = (sum(waited_for) - waited_for[busiest]) / split.chunks
-    return own[busiest] * work.microbatches + others
+    host = max(each.host_seconds for each in passes) * work.microbatches
+    return max(own[busiest] * work.microbatches + others, host)
 
 
 Shares = dict[Bound, float]
@@ -174,9 +178,16 @@ class _RankOfSplit:
             if each.kind == has_gradients and keeps_whole:
                 self._accumulate(sum(part.trained_parameters for part in parts), first)
             self._send(each)
-        numel = sum(work.trained_numel(part) for parts in self._chunks for part in parts)
-        self._compute(
-            PassCost(memory_seconds=work.costs.optimizer_seconds_per_parameter * numel), tuple(self._scatters)
+        self._compute(self._optimizer(), tuple(self._scatters))
+
+    def _optimizer(self) -> PassCost:
+        costs = self._work.costs
+        numel = sum(self._work.trained_numel(part) for parts in self._chunks for part in parts)
+        tensors = sum(part.trained_tensors for parts in self._chunks for part in parts)
+        step, each = costs.optimizer_host_seconds
+        groups = 1 + (self._split.ep > 1)  # torch's lists of DTensors are of one mesh, and experts have another
+        return PassCost(
+            memory_seconds=costs.optimizer_seconds_per_parameter * numel, host_seconds=step * groups + each * tensors
         )
 
     def _cost(self, part: PartCost, kind: PassKind) -> PassCost:
@@ -231,7 +242,8 @@ class _RankOfSplit:
         """Parameters are gathered, and copied out of the buffer."""
         for _, nbytes, ranks in self._sharded(parts):
             gathered = self._transfer(Collective("all_gather", nbytes, ranks), GATHER, after)
-            after = self._compute(PassCost(memory_seconds=self._moved(2 * nbytes)), gathered)
+            copied = PassCost(memory_seconds=self._moved(2 * nbytes), host_seconds=self._sent(parts, GATHERING))
+            after = self._compute(copied, gathered)
         return after
 
     def _scatter(self, parts: list[PartCost]) -> None:
@@ -242,7 +254,8 @@ class _RankOfSplit:
             if not numel:
                 continue
             if split.shards > 1:
-                copy = PassCost(memory_seconds=self._moved((GATHERED_BYTES + REDUCED_BYTES) * numel))
+                nbytes = (GATHERED_BYTES + REDUCED_BYTES) * numel
+                copy = PassCost(memory_seconds=self._moved(nbytes), host_seconds=self._sent(parts, SCATTERING))
                 after = self._compute(copy, (*self._done, *self._last_scatter))
                 after = self._transfer(Collective("reduce_scatter", REDUCED_BYTES * numel, ranks), SCATTER, after)
                 self._last_scatter = after
@@ -281,12 +294,24 @@ class _RankOfSplit:
         return (len(self.activities) - 1,)
 
     def _compute(self, cost: PassCost, after: tuple[int, ...]) -> tuple[int, ...]:
+        """The device begins with the first kernel, and ends once the host has launched the last one."""
         number = self._add(cost.seconds, Demand(cost.compute_seconds, cost.memory_seconds), DEFAULT_STREAM, after)
         self._costs[-1] = cost
+        if cost.host_seconds:
+            launched = Activity(cost.host_seconds, 0.0, False, DEFAULT_STREAM)
+            self.activities.append(launched)
+            self._costs.append(PassCost())
+            return (len(self.activities) - 1,)
         return number
 
     def _moved(self, nbytes: int) -> float:
         return nbytes / self._work.hardware.sustained_bandwidth_bytes_per_s
+
+    def _sent(self, parts: list[PartCost], calls: tuple[int, int]) -> float:
+        """Seconds of the host for FSDP's ops and views."""
+        host, (ops, views) = self._work.hardware.host, calls
+        views *= sum(part.trained_tensors for part in parts)
+        return ops * host.op_seconds(is_library=False) + host.before_op_seconds(views, module_calls=0)
 
     def _message(
         self, kind: Literal["send", "recv"], sender: int, receiver: int, after: tuple[int, ...]
@@ -318,12 +343,10 @@ class _RankOfSplit:
         """The time until this rank has ended, divided by what the computing stream does or waits for."""
         shares: Shares = dict.fromkeys(("compute", "memory", "communication", "overhead", "bubble"), 0.0)
         end = 0.0
-        for number, (activity, cost, stretch) in enumerate(zip(self.activities, self._costs, stretches, strict=True)):
+        for activity, cost, stretch in zip(self.activities, self._costs, stretches, strict=True):
             if cost is None:
                 continue
-            latest = max(activity.after, key=lambda other: stretches[other].end_seconds, default=number)
-            is_message = self.activities[latest].party is not None
-            shares["bubble" if is_message else "communication"] += stretch.start_seconds - end
+            shares[self._waits_for(activity, stretch, stretches)] += stretch.start_seconds - end
             slowed = (stretch.end_seconds - stretch.start_seconds) / cost.seconds if cost.seconds else 1.0
             shares["compute"] += cost.compute_seconds * slowed
             shares["memory"] += cost.memory_seconds * slowed
@@ -331,3 +354,11 @@ class _RankOfSplit:
             shares["overhead"] += cost.overhead_seconds * slowed
             end = stretch.end_seconds
         return shares
+
+    def _waits_for(self, activity: Activity, stretch: Stretch, stretches: list[Stretch]) -> Bound:
+        """What the computing stream waits for before that activity, if it waits: the host, or the last of what has to
+        be done before."""
+        latest = max(activity.after, key=lambda other: stretches[other].end_seconds, default=None)
+        if latest is None or stretches[latest].end_seconds < stretch.sent_seconds:
+            return "overhead"
+        return "bubble" if self.activities[latest].party is not None else "communication"

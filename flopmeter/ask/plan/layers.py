@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from flopmeter.ask.plan.blocks import Blocks, blocks_of
 from flopmeter.ask.plan.experts import experts_of, with_routing
@@ -17,22 +19,26 @@ from flopmeter.ask.plan.program import PARAMETERS, Where, backward, optimizer_st
 from flopmeter.ask.plan.schedules import PassKind
 from flopmeter.ask.plan.splits import PlanError, Shape
 from flopmeter.ask.plan.subject import Subject
+from flopmeter.ask.what_if import improved
 from flopmeter.distributed import world
 from flopmeter.meter import FlopMeter
 from flopmeter.records import DEFAULT_STREAM, Op
 from flopmeter.report.report import Report
+from flopmeter.timing.host import HostStep, host_steps
 
+AT_ONCE = 1e9  # a host as many times as fast
 BEFORE, AFTER = -1, -2  # instead of a layer's number: the embedding; and the norm, the head and the loss
 
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """A forward or a backward pass of one microbatch. The first four are shares of `seconds`."""
+    """A forward or a backward pass of one microbatch. The first four are shares of `seconds`, the device's."""
 
     compute_seconds: float = 0.0
     memory_seconds: float = 0.0
     communication_seconds: float = 0.0  # of collectives that the pass waits for
-    overhead_seconds: float = 0.0  # the device waits for the host, kernels too small to outlast their launch
+    overhead_seconds: float = 0.0  # of kernels too small to outlast their launch
+    host_seconds: float = 0.0  # until the host has launched all kernels
     model_flops: int = 0
 
     @property
@@ -58,6 +64,7 @@ class PartCost(NamedTuple):
     held_bytes: int = 0  # gradients of activations that `weights` needs
     fp8_parameters: int = 0  # of `parameters`, those that are gathered in fp8
     frozen_parameters: int = 0  # of `parameters`, those without gradients
+    trained_tensors: int = 0  # that an optimizer steps
 
     @property
     def activation_bytes(self) -> int:
@@ -89,6 +96,7 @@ class LayerCosts(NamedTuple):
     optimizer_bytes_per_parameter: float  # that its step takes for itself
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
+    optimizer_host_seconds: tuple[float, float] = (0.0, 0.0)  # of its step, and for each of its tensors besides
 
 
 def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool = False) -> LayerCosts:
@@ -97,8 +105,10 @@ def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool
     kinds = sorted(set(subject.kinds), key=lambda kind: -subject.kinds.count(kind))
     model, report, boundary = _metered(subject, where, shape, [kinds[0], *kinds])
     blocks = subject.layers_of(model)
+    steps = host_steps(report.launches, report.hardware, report.hardware.host)
+    report = improved(report, "overhead", AT_ONCE)
     hidden = hidden_seconds(report, shape.tp) if async_tp and shape.tp > 1 else None
-    parts = _PartsOfReport(report, f"{type(model).__name__}.{subject.layers}.", hidden)
+    parts = _PartsOfReport(report, steps, f"{type(model).__name__}.{subject.layers}.", hidden)
     experts = [sum(each.numel() for module in experts_of(block) for each in module.parameters()) for block in blocks]
     inside, frozen = ([_numel_of(block, which) for block in blocks] for which in (None, False))
     outside, frozen_outside = _numel_of(model) - sum(inside), _numel_of(model, False) - sum(frozen)
@@ -107,7 +117,9 @@ def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool
     frozen_first = 0 if embedding.requires_grad else first
     layers = {
         kind: parts.cost(place, inside[place], experts[place])._replace(
-            fp8_parameters=fp8_numel(blocks[place]), frozen_parameters=frozen[place]
+            fp8_parameters=fp8_numel(blocks[place]),
+            frozen_parameters=frozen[place],
+            trained_tensors=len(_trained(blocks[place])),
         )
         for place, kind in enumerate(kinds, 1)
     }
@@ -116,10 +128,14 @@ def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool
             f"nothing ran in {subject.layers} of {subject.name}: plan needs a model that calls them as "
             "modules, block(x), not in a function that torch.compile compiles (mode='compiled' compiles layers)"
         )
+    trained_outside = len(_trained(model)) - sum(len(_trained(block)) for block in blocks)
+    trained_first = min(int(embedding.requires_grad), trained_outside)
     return LayerCosts(
         layers=layers,
-        before=parts.cost(BEFORE, first)._replace(frozen_parameters=frozen_first),
-        after=parts.cost(AFTER, outside - first)._replace(frozen_parameters=frozen_outside - frozen_first),
+        before=parts.cost(BEFORE, first)._replace(frozen_parameters=frozen_first, trained_tensors=trained_first),
+        after=parts.cost(AFTER, outside - first)._replace(
+            frozen_parameters=frozen_outside - frozen_first, trained_tensors=trained_outside - trained_first
+        ),
         boundary_bytes=boundary[0],
         **_optimizer(blocks[1], where),
         notes=report.notes,
@@ -173,29 +189,46 @@ def _watch_boundary(block: nn.Module) -> list[int]:
     return found
 
 
-def _optimizer(block: nn.Module, where: Where) -> dict[str, float]:
-    """Seconds and bytes for each trained parameter, from a layer in fp32; a shard is assumed to take its share."""
-    trained = [each for each in block.parameters() if each.requires_grad] or list(block.parameters())
-    shards = [torch.empty(_local(each).shape, device="meta", requires_grad=True) for each in trained]
-    step = optimizer_step(shards)
-    for _ in range(2):  # the first one makes the state
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [each for each in module.parameters() if each.requires_grad]
+
+
+def _optimizer(block: nn.Module, where: Where) -> dict[str, Any]:
+    """Seconds and bytes for each trained parameter, from a layer in fp32; a shard is assumed to take its share. The
+    host's come of steps on one and on two such layers, whose parameters are DTensors, as FSDP2 makes them."""
+    shapes = [_local(each).shape for each in _trained(block) or block.parameters()]
+    with world(1) as mesh:
+        one, two = (_optimizer_report(shapes * layers, mesh, where) for layers in (1, 2))
+    numel = sum(shape.numel() for shape in shapes)
+    each = (two.launch_seconds - one.launch_seconds) / len(shapes)
+    return {
+        "optimizer_seconds_per_parameter": (one.seconds - one.idle_seconds) / numel,
+        "optimizer_bytes_per_parameter": max(one.memory.timeline["temporaries"]) / numel,
+        "optimizer_host_seconds": (one.launch_seconds - each * len(shapes), each),
+    }
+
+
+def _optimizer_report(shapes: list[torch.Size], mesh: DeviceMesh, where: Where) -> Report:
+    """The second step of an optimizer; the first one makes its state."""
+    shards = [DTensor.from_local(torch.empty(shape, device="meta"), mesh, [Shard(0)]) for shape in shapes]
+    step = optimizer_step([each.requires_grad_() for each in shards])
+    for _ in range(2):
         for each in shards:
             each.grad = torch.empty_like(each)
         with FlopMeter(where.hardware, **where.meter_options) as meter:
             step()
-    report, numel = meter.report(mode=where.mode), sum(each.numel() for each in shards)
-    return {
-        "optimizer_seconds_per_parameter": (report.seconds - report.idle_seconds) / numel,
-        "optimizer_bytes_per_parameter": max(report.memory.timeline["temporaries"]) / numel,
-    }
+    return meter.report(mode=where.mode)
 
 
 class _PartsOfReport:
     """Which time and memory of a report belongs to which layer."""
 
-    def __init__(self, report: Report, prefix: str, hidden: Sequence[float] | None = None) -> None:
-        """`hidden`: seconds of each kernel's wait for collectives that do not count."""
-        self._report, self._prefix = report, prefix
+    def __init__(
+        self, report: Report, steps: Sequence[HostStep], prefix: str, hidden: Sequence[float] | None = None
+    ) -> None:
+        """`report`: of a host that takes no time, and `steps` those that it takes. `hidden`: seconds of each kernel's
+        wait for collectives that do not count."""
+        self._report, self._steps, self._prefix = report, steps, prefix
         self._hidden = hidden or [0.0] * len(report.kernels)
         self._gradients = self._find_gradients()
         self._passes: dict[tuple[int, PassKind], PassCost] = {}
@@ -238,20 +271,21 @@ class _PartsOfReport:
         return {part: sum(trace.storages[each].nbytes for each in held) for part, held in found.items()}
 
     def _spans(self) -> Iterator[tuple[int, PassKind, PassCost]]:
-        """The computing stream, cut at the end of each kernel: the wait before a kernel belongs to that kernel."""
+        """The computing stream, cut at the end of each kernel: its wait for a collective belongs to the kernel that
+        waits. Where the host keeps the device waiting is a question to the whole step."""
         report, place = self._report, _Place(self._prefix)
         end = 0.0
-        for kernel, timing, hidden in zip(report.kernels, report.timings, self._hidden, strict=True):
+        for kernel, timing, hidden, step in zip(report.kernels, report.timings, self._hidden, self._steps, strict=True):
             part, is_backward = place(kernel.op.module, kernel.op.phase)
             kind: PassKind = "backward" if is_backward else "forward"
             kind = "weights" if is_backward and self._makes_gradients(kernel.op) else kind
+            host = step.before + step.further
             if timing.stream != DEFAULT_STREAM:
+                yield part, kind, PassCost(host_seconds=host)
                 continue
             waited = max(0.0, timing.start_seconds - end)  # no rounding error is a wait
             communication = min(waited, timing.link_wait_seconds) + timing.seconds * timing.is_collective - hidden
-            overhead = waited - min(waited, timing.link_wait_seconds)
             work = 0.0 if timing.is_collective else timing.work_seconds
-            overhead += 0.0 if timing.is_collective else timing.floor_seconds
             yield (
                 part,
                 kind,
@@ -259,7 +293,8 @@ class _PartsOfReport:
                     compute_seconds=work if timing.is_compute else 0.0,
                     memory_seconds=0.0 if timing.is_compute else work,
                     communication_seconds=communication,
-                    overhead_seconds=overhead,
+                    overhead_seconds=0.0 if timing.is_collective else timing.floor_seconds,
+                    host_seconds=host,
                     model_flops=report.counted_model_flops(kernel),
                 ),
             )

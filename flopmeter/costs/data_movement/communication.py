@@ -12,7 +12,8 @@ from typing import Any
 
 from flopmeter.costs.rules import FREE, dtype_name, make_cost, rule
 from flopmeter.costs.traffic import as_regions
-from flopmeter.records import COMMUNICATION, Call, Collective, CollectiveKind, Cost, Kernel, RankGroup, TensorSpec
+from flopmeter.device.hardware import Host
+from flopmeter.records import COMMUNICATION, Call, Collective, CollectiveKind, Cost, Kernel, Op, RankGroup, TensorSpec
 from flopmeter.records.collectives import COLLECTIVE_OPS, COLLECTIVES, FUNCTIONAL, IN_SWITCH_TYPES, KnownOp
 from flopmeter.torch_names.operators import Packets
 
@@ -111,15 +112,22 @@ def message_notes(kernels: Iterable[Kernel], running: Collection[int]) -> list[s
     ]
 
 
-def functional_notes(kernels: Iterable[Kernel]) -> list[str]:
-    """What is not priced of functional collectives in eager code, as DTensors make them. The figures: a CPU that takes
-    .85 µs for a view, torch 2.13 and 2.15, a process group that sends nothing."""
-    found = (kernel.op for kernel in kernels if kernel.cost.collective is not None and kernel.op.graph is None)
-    if not any(op.call.func.namespace == FUNCTIONAL for op in found):
+def is_functional(op: Op) -> bool:
+    """Whether it is a collective of eager code that returns its result, as DTensors use them."""
+    return op.call.func.namespace == FUNCTIONAL and op.graph is None
+
+
+def dtensor_notes(kernels: Iterable[Kernel], host: Host) -> list[str]:
+    """What the Python of DTensors and of functional collectives takes in eager code."""
+    kernels = list(kernels)
+    ops = round(sum(kernel.dtensor_ops for kernel in kernels))
+    collectives = sum(kernel.cost.collective is not None and is_functional(kernel.op) for kernel in kernels)
+    if not ops and not collectives:
         return []
+    seconds = ops * host.dtensor_op_seconds + collectives * host.functional_collective_seconds
     return [
-        "functional collectives in eager code, as of DTensors: their Python takes a CPU 70 to 90 µs each, and that of"
-        " an op on a DTensor 7, which is not priced; torch.compile leaves both out"
+        f"DTensors: in eager code the Python of {ops:,} ops on them and of {collectives:,} functional collectives takes"
+        f" the host {seconds * 1e3:.3g} ms, by a CPU's time; torch.compile leaves it out"
     ]
 
 
