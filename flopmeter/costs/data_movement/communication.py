@@ -126,8 +126,8 @@ def dtensor_notes(kernels: Iterable[Kernel], host: Host) -> list[str]:
         return []
     seconds = ops * host.dtensor_op_seconds + collectives * host.functional_collective_seconds
     return [
-        f"DTensors: in eager code the Python of {ops:,} ops on them and of {collectives:,} functional collectives takes"
-        f" the host {seconds * 1e3:.3g} ms, by a CPU's time; torch.compile leaves it out"
+        f"ops on DTensors ({ops:,}) and functional collectives ({collectives:,}) of eager code: their Python takes the"
+        f" host {seconds * 1e3:.3g} ms, scaled from a CPU's time; torch.compile leaves it out"
     ]
 
 
