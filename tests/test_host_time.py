@@ -1,4 +1,4 @@
-"""What autograd, optimizers and DTensors take the host."""
+"""What autograd, optimizers, DTensors and FSDP take the host."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.distributed import world
+from flopmeter.timing import host_steps
 
 A100 = load_hardware("a100-sxm4-80gb")
 LAUNCH, VIEW, CALL = 6.5e-6, 3.2e-6, 6e-6
@@ -208,3 +210,39 @@ def test_a_collective_that_a_program_calls_itself_is_not_a_functional_one():
     with world(8), FlopMeter(A100) as meter:
         torch.distributed.all_reduce(x)
     assert not any("functional" in note for note in meter.report().notes)
+
+
+def sharded_step(parameters: int) -> FlopMeter:
+    """A step of two groups of FSDP2, each with so many parameters, under a root that has none."""
+    with torch.device("meta"):
+        groups = [nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(parameters))) for _ in range(2)]
+        x = torch.empty(4, 8)
+    model = nn.Sequential(*groups)
+    with world(2) as mesh:
+        for group in groups:
+            fully_shard(group, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(x).sum().backward()
+        with FlopMeter(A100) as meter:
+            model(x).sum().backward()
+    return meter
+
+
+def test_fsdps_hooks_take_the_host_longer_than_its_ops_and_longer_for_more_parameters():
+    """Timed on a CPU with torch 2.13: a group's step takes 670 µs more under FSDP2, and 40 µs for each parameter."""
+
+    def seconds(parameters: int) -> float:
+        report = sharded_step(parameters).report()
+        ours = [op.call.func.namespace == "fsdp" for op in (kernel.op for kernel in report.kernels)]
+        steps = host_steps(report.launches, A100, A100.host)
+        return sum(step.before for step, is_fsdps in zip(steps, ours, strict=True) if is_fsdps) / 2
+
+    one, ten = seconds(1), seconds(10)
+    assert 0.7 < one / (1.6 * 710e-6) < 1.3
+    assert 0.5 < (ten - one) / (1.6 * 9 * 40e-6) < 1.3
+
+
+def test_a_compiled_model_has_fsdps_hooks_all_the_same():
+    meter = sharded_step(4)
+    eager, compiled = meter.report(), meter.report(mode="compiled")
+    assert compiled.launch_seconds > 0.5 * eager.launch_seconds

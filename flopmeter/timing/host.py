@@ -8,10 +8,12 @@ from typing import NamedTuple
 from flopmeter.costs.contractions.rnn import launched_steps
 from flopmeter.costs.data_movement.communication import is_functional
 from flopmeter.device.hardware import Hardware, Host
-from flopmeter.records import CONTRACTION, Cost, Launches
+from flopmeter.records import CONTRACTION, Cost, Launches, Op
 from flopmeter.records.work import RecurrentWork, VectorWork
 
 CAST = "_to_copy"
+# The ops of FSDP2 that there is one of for each group of parameters that is gathered, and whose gradients are summed.
+FSDP_GATHER, FSDP_REDUCE = "fsdp::all_gather_copy_in", ("fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype")
 
 
 class HostStep(NamedTuple):
@@ -41,6 +43,7 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
         if graph is None or op.graph not in (None, called):
             outside = host.before_op_seconds(kernel.views, kernel.module_calls)
             outside += kernel.dtensor_ops * host.dtensor_op_seconds
+        outside += _hook_seconds(op, host)
         called = op.graph
         if graph is None:
             step = op_seconds(cost, host)
@@ -60,6 +63,18 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
         running = graph
         steps.append(HostStep(step + outside, 0.0 if is_replayed else further_seconds(cost, hardware, host)))
     return steps
+
+
+def _hook_seconds(op: Op, host: Host) -> float:
+    """What FSDP2's hooks take around the op. Dynamo leaves them out of its graphs."""
+    namespace = op.call.func.namespace
+    if namespace != "fsdp":
+        return 0.0
+    if op.call.name == FSDP_GATHER:
+        return host.fsdp_gather_seconds(len(op.call.argument("all_gather_inputs")))
+    if op.call.name in FSDP_REDUCE:
+        return host.fsdp_reduce_seconds(len(op.call.argument("tensors")))
+    return 0.0
 
 
 def further_seconds(cost: Cost, hardware: Hardware, host: Host) -> float:

@@ -27,7 +27,7 @@ GATHERED_BYTES, REDUCED_BYTES = 2, 4  # of a parameter in bf16, of a gradient in
 # Streams of FSDP2, in addition to the one that computes.
 GATHER, SCATTER, SUM = 1, 2, 3
 FIRST_MESSAGE = 4
-# What FSDP2's Python sends for a group of parameters, counted in its traces with torch 2.13: ops, and views of each.
+# What FSDP2 sends for a group of parameters, counted in its traces with torch 2.13: ops, and views of each.
 GATHERING, SCATTERING = (4, 2), (3, 1)
 ROUNDS = 2  # multiples of the pipeline's length: from this number of microbatches on, each adds the same time to a step
 
@@ -138,6 +138,15 @@ def _simulated(work: SplitWork, microbatches: int) -> Shares:
     return slowest
 
 
+class _Sharded(NamedTuple):
+    """A group of parameters that FSDP gathers together."""
+
+    numel: int  # trained
+    tensors: int  # trained
+    gathered_bytes: int  # of all
+    ranks: tuple[int, ...]  # that it is sharded over
+
+
 class _RankOfSplit:
     """What one rank of the pipeline is given to do."""
 
@@ -227,40 +236,43 @@ class _RankOfSplit:
         if scatters and outside:
             self._scatter(outside)
 
-    def _sharded(self, parts: list[PartCost]) -> list[tuple[int, int, tuple[int, ...]]]:
-        """How many trained parameters are sharded over which ranks, and the bytes of all when gathered: experts are a
-        group of their own."""
+    def _sharded(self, parts: list[PartCost]) -> list[_Sharded]:
+        """The groups of FSDP: experts are one of their own."""
         experts = sum(part.expert_parameters for part in parts) if self._split.ep > 1 else 0
         numel, nbytes = sum(part.trained_parameters for part in parts), sum(part.gathered_bytes for part in parts)
         trained = sum(round(part.expert_parameters * part.trained_share) for part in parts) if experts else 0
         of_experts = GATHERED_BYTES * experts
-        others = (numel - trained, nbytes - of_experts, self._split.group("fsdp", "cp"))
-        found = [others, (trained, of_experts, self._split.expert_shards)]
-        return [each for each in found if each[1]] if experts else [others]
+        tensors = sum(part.trained_tensors for part in parts)
+        their_tensors = sum(part.expert_tensors for part in parts) if experts else 0
+        ranks = self._split.group("fsdp", "cp")
+        others = _Sharded(numel - trained, tensors - their_tensors, nbytes - of_experts, ranks)
+        found = [others, _Sharded(trained, their_tensors, of_experts, self._split.expert_shards)]
+        return [each for each in found if each.gathered_bytes] if experts else [others]
 
     def _gather(self, parts: list[PartCost], after: tuple[int, ...]) -> tuple[int, ...]:
         """Parameters are gathered, and copied out of the buffer."""
-        for _, nbytes, ranks in self._sharded(parts):
-            gathered = self._transfer(Collective("all_gather", nbytes, ranks), GATHER, after)
-            copied = PassCost(memory_seconds=self._moved(2 * nbytes), host_seconds=self._sent(parts, GATHERING))
-            after = self._compute(copied, gathered)
+        for group in self._sharded(parts):
+            gathered = self._transfer(Collective("all_gather", group.gathered_bytes, group.ranks), GATHER, after)
+            moved = self._moved(2 * group.gathered_bytes)
+            after = self._compute(PassCost(memory_seconds=moved, host_seconds=self._sent(group, GATHERING)), gathered)
         return after
 
     def _scatter(self, parts: list[PartCost]) -> None:
         """Gradients are copied into an fp32 buffer once the scatter before is done, scattered, and summed over
         replicas."""
         split, after = self._split, self._done
-        for numel, _, ranks in self._sharded(parts):
-            if not numel:
+        for group in self._sharded(parts):
+            if not group.numel:
                 continue
+            reduced = REDUCED_BYTES * group.numel
             if split.shards > 1:
-                nbytes = (GATHERED_BYTES + REDUCED_BYTES) * numel
-                copy = PassCost(memory_seconds=self._moved(nbytes), host_seconds=self._sent(parts, SCATTERING))
+                moved = self._moved(GATHERED_BYTES * group.numel + reduced)
+                copy = PassCost(memory_seconds=moved, host_seconds=self._sent(group, SCATTERING))
                 after = self._compute(copy, (*self._done, *self._last_scatter))
-                after = self._transfer(Collective("reduce_scatter", REDUCED_BYTES * numel, ranks), SCATTER, after)
+                after = self._transfer(Collective("reduce_scatter", reduced, group.ranks), SCATTER, after)
                 self._last_scatter = after
             if split.dp > 1:
-                summed = Collective("all_reduce", REDUCED_BYTES * numel // len(ranks), split.group("dp"))
+                summed = Collective("all_reduce", reduced // len(group.ranks), split.group("dp"))
                 after = self._transfer(summed, SUM, after)
             self._scatters = [*self._last_scatter, *after]
 
@@ -307,11 +319,12 @@ class _RankOfSplit:
     def _moved(self, nbytes: int) -> float:
         return nbytes / self._work.hardware.sustained_bandwidth_bytes_per_s
 
-    def _sent(self, parts: list[PartCost], calls: tuple[int, int]) -> float:
-        """Seconds of the host for FSDP's ops and views."""
+    def _sent(self, group: _Sharded, calls: tuple[int, int]) -> float:
+        """Seconds of the host for FSDP's ops, views and hooks."""
         host, (ops, views) = self._work.hardware.host, calls
-        views *= sum(part.trained_tensors for part in parts)
-        return ops * host.op_seconds(is_library=False) + host.before_op_seconds(views, module_calls=0)
+        hooks = host.fsdp_gather_seconds if calls is GATHERING else host.fsdp_reduce_seconds
+        sent = ops * host.op_seconds(is_library=False) + host.before_op_seconds(views * group.tensors, module_calls=0)
+        return sent + hooks(group.tensors)
 
     def _message(
         self, kind: Literal["send", "recv"], sender: int, receiver: int, after: tuple[int, ...]

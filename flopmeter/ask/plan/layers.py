@@ -65,6 +65,7 @@ class PartCost(NamedTuple):
     fp8_parameters: int = 0  # of `parameters`, those that are gathered in fp8
     frozen_parameters: int = 0  # of `parameters`, those without gradients
     trained_tensors: int = 0  # that an optimizer steps
+    expert_tensors: int = 0  # of these, those of experts
 
     @property
     def activation_bytes(self) -> int:
@@ -120,6 +121,7 @@ def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool
             fp8_parameters=fp8_numel(blocks[place]),
             frozen_parameters=frozen[place],
             trained_tensors=len(_trained(blocks[place])),
+            expert_tensors=sum(len(_trained(module)) for module in experts_of(blocks[place])),
         )
         for place, kind in enumerate(kinds, 1)
     }
