@@ -20,6 +20,7 @@ from flopmeter.ask.plan.schedules import PassKind
 from flopmeter.ask.plan.splits import PlanError, Shape
 from flopmeter.ask.plan.subject import Subject
 from flopmeter.ask.what_if import improved
+from flopmeter.costs.data_movement.communication import dtensor_notes
 from flopmeter.distributed import world
 from flopmeter.meter import FlopMeter
 from flopmeter.records import DEFAULT_STREAM, Op
@@ -140,7 +141,7 @@ def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool
         ),
         boundary_bytes=boundary[0],
         **_optimizer(blocks[1], where),
-        notes=report.notes,
+        notes=_notes_of_any_run(report),
         assumptions=report.assumptions,
     )
 
@@ -159,6 +160,13 @@ def _metered(subject: Subject, where: Where, shape: Shape, layers: list[int]) ->
         with FlopMeter(where.hardware, cluster=where.cluster, **with_routing(shape.ep, where.meter_options)) as meter:
             backward(subject, model, mesh, tokens)
         return model, meter.report(mode=where.mode), boundary
+
+
+def _notes_of_any_run(report: Report) -> tuple[str, ...]:
+    """Without what is told of the host in this short program."""
+    host = report.hardware.host
+    of_this_one = {f"the host: {host.summary}", *dtensor_notes(report.kernels, host)}
+    return tuple(note for note in report.notes if note not in of_this_one)
 
 
 def _cast(model: nn.Module) -> None:

@@ -60,9 +60,17 @@ def _frozen(subject: Subject) -> str:
     return f"; trained: {figure(subject.trained / 1e9)} B parameters, the others are kept in bf16"
 
 
-def cautions(rows: Iterable[SplitRow], async_tp: bool, casts_alone: bool, delays: Delays) -> Iterator[str]:
-    if casts_alone:
+def eager_cautions(fp8: bool, has_tp: bool) -> Iterator[str]:
+    if fp8:
         yield "casts to fp8 are kernels of their own in eager layers: mode='compiled' (--mode compiled) fuses them"
+    if has_tp:
+        yield (
+            "tensor parallelism in eager layers is that of DTensors, whose Python may keep GPUs waiting:"
+            " mode='compiled' (--mode compiled) leaves it out, as Megatron-LM's layers do"
+        )
+
+
+def cautions(rows: Iterable[SplitRow], async_tp: bool, delays: Delays) -> Iterator[str]:
     if async_tp:
         yield "async tensor parallelism: products hide the collectives next to them, where steps are composed"
     filled = [

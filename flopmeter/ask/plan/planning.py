@@ -10,7 +10,7 @@ from typing import Any
 
 from flopmeter.ask.checks import check_callable, check_flags, check_mapping, check_positive, check_whole
 from flopmeter.ask.delays import NO_DELAYS, Delays, checked_delays
-from flopmeter.ask.plan.notes import cautions, compared, notes_of
+from flopmeter.ask.plan.notes import cautions, compared, eager_cautions, notes_of
 from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.rows import ParallelPlan, SplitRow
 from flopmeter.ask.plan.search import Search
@@ -102,8 +102,10 @@ def plan(
     shown = search.rows(wishes, rows, whole, dollars_per_gpu_hour, run)
     notes = (
         *notes_of(subject, links.title_around(device), batch, length, bounds, meter_options.get("causal", "full")),
-        *map(compared, shown), *search.notes(), *cautions(shown, async_tp, fp8 and mode == "eager", delays),
+        *map(compared, shown), *search.notes(), *cautions(shown, async_tp, delays),
     )  # fmt: skip
+    if mode == "eager":
+        notes += tuple(eager_cautions(fp8, any(shape.tp > 1 for shape in search.costs)))
     return ParallelPlan(
         title=search.title,
         rows=tuple(_delayed(row, delays) for row in shown),
