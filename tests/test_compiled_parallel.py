@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, randn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flopmeter
+from flopmeter.distributed import world
 
 RANKS, ROWS, WIDTH, BF16 = 4, 256, 512, 2
 
@@ -144,3 +146,67 @@ def test_a_class_of_ops_that_take_no_time_is_bound_by_nothing():
         model(torch.zeros(8, 64, device="cuda")).sum().backward()
     (line,) = (line for line in str(device.report().step).splitlines() if line.startswith("communication"))
     assert line.split()[-1] == "–"
+
+
+N = 64
+
+
+def after_a_sum(x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return functional.all_reduce(x @ w, "sum", group) @ w
+
+
+def after_a_sum_in_place(x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Tensor:
+    product = x @ w
+    dist.all_reduce(product, group=group)
+    return product @ w
+
+
+def after_two_sums_at_once(x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Tensor:
+    one, other = functional.all_reduce_coalesced([x @ w, w @ x], "sum", group)
+    return one @ other
+
+
+def after_a_broadcast(x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return functional.broadcast(x @ w, 0, group) @ w
+
+
+def after_a_sum_with_a_bias(x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return functional.all_reduce(torch.addmm(x, x, w), "sum", group).relu() @ w
+
+
+@pytest.mark.parametrize(
+    ("program", "products", "kind", "nbytes"),
+    [
+        (after_a_sum, 2, "all_reduce", 4 * N**2),
+        (after_a_sum_in_place, 2, "all_reduce", 4 * N**2),
+        (after_two_sums_at_once, 3, "all_reduce", 2 * 4 * N**2),
+        (after_a_broadcast, 2, "broadcast", 4 * N**2),
+        (after_a_sum_with_a_bias, 2, "all_reduce", 4 * N**2),
+    ],
+)
+def test_a_product_whose_result_a_collective_takes_is_not_lost(program, products, kind, nbytes) -> None:
+    x, w = torch.empty(2, N, N, device="meta")
+    with world(2) as mesh, flopmeter.FlopMeter("h100-sxm5-80gb") as meter:
+        torch.compile(program)(x, w, mesh.get_group())
+    report = meter.report()
+    found = [(each.kind, each.nbytes) for kernel in report.kernels if (each := kernel.cost.collective)]
+    assert (report.macs, found) == (products * N**3, [(kind, nbytes)])
+
+
+def test_a_compiled_layer_that_sums_over_ranks_has_the_products_of_an_eager_one() -> None:
+    def step(*, is_compiled: bool) -> flopmeter.Report:
+        with world(RANKS) as mesh:
+            with torch.device("meta"):
+                model, x = Mlp(), torch.empty(ROWS, WIDTH, requires_grad=True)
+            parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            if is_compiled:
+                model.compile()
+            with flopmeter.FlopMeter("h100-sxm5-80gb") as meter:
+                model(x).sum().backward()
+        return meter.report()
+
+    eager, compiled = step(is_compiled=False), step(is_compiled=True)
+    assert compiled.macs == eager.macs == 3 * 2 * ROWS * WIDTH * 4 * WIDTH // RANKS
+    for report in (eager, compiled):
+        kinds = [each.kind for kernel in report.kernels if (each := kernel.cost.collective)]
+        assert kinds == ["all_reduce", "all_reduce"]  # of the result, and of the gradient of x

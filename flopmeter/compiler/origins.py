@@ -53,14 +53,24 @@ ASSOCIATIVE_SCAN = "associative_scan"  # of the operators that take functions, t
 
 def own_node(operation: Any) -> Any:
     """The FX node that a library call is of; None where inductor made it up. Inductor notes the last node that has the
-    buffer for its result, which may be a view that changes nothing (`expand`, between two batched matmuls), or the wait
-    for a collective."""
+    buffer for its result, which may be a view that changes nothing (`expand`, between two batched matmuls), or, after
+    a collective on a product's result, that collective or the wait for it."""
     own, overload = operation.get_origin_node(), getattr(operation, "op_overload", None)
-    while own is not None and own.target is not overload and _passes_on(own.target):
+    while own is not None and not _runs_as(own.target, overload) and _passes_on(own.target):
         own = own.args[0]
-    if own is None:  # the last one, since it also notes the ops whose results it has to have for the call
-        own = max((node for node in operation.origins if node.target is overload), default=None)
+    if own is None or not _runs_as(own.target, overload):
+        # The last one, since it also notes the ops whose results it has to have for the call.
+        own = max((node for node in operation.origins if _runs_as(node.target, overload)), default=own)
     return own if own is not None and isinstance(own.target, OpOverload) else None
+
+
+def _runs_as(target: Any, overload: Any) -> bool:
+    """Whether inductor calls the op by that overload: of the same op (`mm.out`), or of its form that works in place,
+    after a copy."""
+    if not isinstance(target, OpOverload) or not isinstance(overload, OpOverload):
+        return False
+    name: str = target._schema.name
+    return overload._schema.name in (name, name + "_")
 
 
 def _passes_on(target: Any) -> bool:
