@@ -272,6 +272,7 @@ autograd_node = needed("torch._C", "_current_autograd_node", "which node of the 
 next_node_number = needed("torch._C", "_autograd._get_sequence_nr", "where in the forward pass a node was made")
 AccumulateGrad = needed("torch._C", "_functions.AccumulateGrad", "which ops make gradients")
 has_kernel = needed("torch._C", "_dispatch_has_kernel_for_dispatch_key", "which ops are composites")
+all_operators = needed("torch._C", "_dispatch_get_all_op_names", "which operators packages bring")
 is_dispatched = needed("torch._C", "_dispatch_has_kernel", "which overloads only TorchScript can call")
 dispatch_modes = needed("torch._C", "_len_torch_dispatch_stack", "whether another mode sees an op")
 function_mode_count = needed("torch._C", "_len_torch_function_stack", "whether another mode sees a question")
