@@ -100,3 +100,21 @@ def test_a_size_that_depends_on_unknown_integers_is_an_error() -> None:
 def test_integers_that_an_operator_makes_of_known_ones_are_known() -> None:
     with flopmeter.FlopMeter("h100-sxm5-80gb"):
         assert ends(torch.tensor([4, 5, 6]).to("meta"))[-1].item() == 15
+
+
+class Image(torch.Tensor):
+    """As torchvision's TVTensor: it passes the question for its device on."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return super().device
+
+
+def test_a_subclass_that_asks_for_its_device_itself_runs_on_the_device_named_cuda() -> None:
+    with flopmeter.cuda("h100-sxm5-80gb") as device:
+        images = torch.ones(3, 8, 8, device="cuda").as_subclass(Image)
+        assert images.device.type == "cuda"
+        torch.nn.Conv2d(3, 4, 3).cuda()(images.unsqueeze(0))
+    assert device.report().step.macs == 4 * 6 * 6 * 3 * 3 * 3

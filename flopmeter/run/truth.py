@@ -14,6 +14,7 @@ from flopmeter.torch_names.private import BELOW_DISPATCHER, function_mode_count,
 
 _TOLD_THE_TRUTH = ("flopmeter.", *BELOW_DISPATCHER)
 _TOLD_CUDA = ("torch.distributed.utils",)  # although it is among them: DDP compares a batch's device with the rank's
+_PROPERTIES = ("device", "is_cuda", "is_meta")
 _tensor: Any = torch.Tensor
 
 
@@ -36,8 +37,16 @@ true_data, set_true_data = _true(_tensor.data.__get__), _true(_tensor.data.__set
 
 
 def asked_from_below() -> bool:
-    """Whether the code that asks for a property of a tensor runs below the dispatcher."""
-    return _is_below(sys._getframe(2))
+    """Whether the code that asks for a property of a tensor runs below the dispatcher. A subclass may pass the question
+    on, by a property of its own of that name (torchvision's TVTensor)."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in _PROPERTIES and _is_of_a_tensor(frame):
+        frame = frame.f_back
+    return frame is not None and _is_below(frame)
+
+
+def _is_of_a_tensor(frame: FrameType) -> bool:
+    return isinstance(frame.f_locals.get("self"), torch.Tensor)
 
 
 def wrapped_from_below() -> bool:
