@@ -271,3 +271,18 @@ def test_a_group_tells_the_backend_that_was_asked_for():
     with flopmeter.cuda(A100, gpus=4):
         dist.init_process_group()
         assert dist.get_backend() == dist.get_backend(dist.new_group()) == "nccl"
+
+
+def product(rank: int, width: int) -> None:
+    x = torch.zeros(width, width, device="cuda")
+    x @ x
+
+
+@pytest.mark.parametrize("start", ["spawn", "start_processes"])
+@pytest.mark.parametrize("join", [True, False])
+def test_of_the_ranks_that_torch_starts_rank_0_runs_here(start, join):
+    with flopmeter.cuda(A100, gpus=2) as device:
+        started = getattr(mp, start)(product, (8,), 2, join)
+        assert (started is None) == join
+        assert join or started.join()
+    assert device.report().step.macs == 8**3
