@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from flopmeter.torch_names.private import BELOW_DISPATCHER, function_mode_count, no_function_modes
+from flopmeter.torch_names.private import ABOVE_DISPATCHER, BELOW_DISPATCHER, function_mode_count, no_function_modes
 
 _TOLD_THE_TRUTH = ("flopmeter.", *BELOW_DISPATCHER)
-_TOLD_CUDA = ("torch.distributed.utils",)  # although it is among them: DDP compares a batch's device with the rank's
 _PROPERTIES = ("device", "is_cuda", "is_meta")
 _tensor: Any = torch.Tensor
 
@@ -58,4 +57,4 @@ def wrapped_from_below() -> bool:
 
 def _is_below(frame: FrameType) -> bool:
     name: Any = frame.f_globals.get("__name__", "")
-    return name.startswith(_TOLD_THE_TRUTH) and name not in _TOLD_CUDA
+    return name.startswith(_TOLD_THE_TRUTH) and not name.startswith(ABOVE_DISPATCHER)

@@ -301,6 +301,8 @@ BELOW_DISPATCHER = (
     "torch._tensor_str",
     "torch.distributed",
 )
+# Among them, but they compare devices: DDP a batch's with its rank's, ShardedTensor a shard's with its plan's.
+ABOVE_DISPATCHER = ("torch.distributed.utils", "torch.distributed._shard.")
 """Prefixes of torch's modules that learn shapes, and of torch.distributed, which flopmeter.distributed runs on meta:
 what they ask of a tensor is answered as it is, also where the program is told another device (flopmeter.run)."""
 no_dispatch = needed("torch._C", "_disabled_torch_dispatch_impl", "which tensors run their kernels themselves")
