@@ -21,6 +21,7 @@ from flopmeter.torch_names.around import around
 from flopmeter.torch_names.operators import NAMESPACES_OF_TORCH
 from flopmeter.torch_names.private import all_operators, has_kernel
 
+_of_torch = set[str]()  # operators that were found to be torch's: thousands, at which nothing has to look again
 _OF_BACKENDS = ("CPU", "CUDA", "Autograd")  # with one of these torch would not run the composite on a GPU either
 
 
@@ -39,10 +40,9 @@ def _and_enter(scope: Emulation, entered: set[str], load: Any, *args: Any, **kwa
 
 
 def _enter_new(scope: Emulation, entered: set[str]) -> None:
-    for name in all_operators():
-        namespace = name.partition("::")[0]
-        if namespace in NAMESPACES_OF_TORCH or name in entered or not _has_both(name):
-            continue
+    others = set(all_operators()) - _of_torch
+    _of_torch.update(name for name in others if name.partition("::")[0] in NAMESPACES_OF_TORCH)
+    for name in filter(_has_both, others - _of_torch - entered):
         entered.add(name)
         scope.kernel(name, partial(dispatcher.decompose, _overload(name)), "AutogradMeta")
 
