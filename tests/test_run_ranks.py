@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as TableShard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -271,3 +273,25 @@ def test_a_group_tells_the_backend_that_was_asked_for():
     with flopmeter.cuda(A100, gpus=4):
         dist.init_process_group()
         assert dist.get_backend() == dist.get_backend(dist.new_group()) == "nccl"
+
+
+def product(rank: int, width: int) -> None:
+    x = torch.zeros(width, width, device="cuda")
+    x @ x
+
+
+@pytest.mark.parametrize("start", ["spawn", "start_processes"])
+@pytest.mark.parametrize("join", [True, False])
+def test_of_the_ranks_that_torch_starts_rank_0_runs_here(start, join):
+    with flopmeter.cuda(A100, gpus=2) as device:
+        started = getattr(mp, start)(product, (8,), 2, join)
+        assert (started is None) == join
+        assert join or started.join()
+    assert device.report().step.macs == 8**3
+
+
+def test_a_shard_of_torchs_sharded_tensor_is_on_the_gpu_that_its_plan_names():
+    """torchrec's tables are such shards."""
+    with flopmeter.cuda(A100, gpus=2):
+        plan = ShardMetadata(shard_offsets=[0, 0], shard_sizes=[4, 8], placement="rank:0/cuda:0")
+        assert TableShard(torch.zeros(4, 8, device="cuda"), plan).tensor.device == plan.placement.device()

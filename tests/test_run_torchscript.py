@@ -134,3 +134,35 @@ def test_a_script_that_asks_for_torchscripts_older_executor_runs_the_ops_of_its_
     flops = {row.name: row.flops for row in report.rows("phase")}
     assert flops["forward"] == 4 * 8 + 3 * 4 * 16 * 8  # 1 + scale, a product, a sum and the sum of all
     assert any("TorchScript's older executor is left out" in note for note in report.notes)
+
+
+class Held:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def place(self) -> torch.device:
+        return self.x.device
+
+
+def unwrapped(held: Held) -> torch.Tensor:
+    return held.x
+
+
+def test_a_scripted_class_tells_types_of_torch_by_which_it_was_annotated_in_the_run(monkeypatch):
+    """What is imported in a run, as torchrec's classes are, is annotated with their stand-ins."""
+    with flopmeter.cuda(A100):
+        monkeypatch.setattr(Held.place, "__annotations__", {"return": torch.device})
+        assert str(torch.jit.script(unwrapped).schema.returns[0].type) == "Tensor"
+
+
+def shift(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tensor([1.0])
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    return shift(x) @ x
+
+
+def test_a_scripted_function_calls_others_that_make_tensors():
+    with flopmeter.cuda(A100):
+        assert torch.equal(torch.jit.script(shifted)(torch.eye(2)), torch.eye(2) + 1)

@@ -31,7 +31,7 @@ from flopmeter.as_cuda import (
 )
 from flopmeter.as_cuda.attention_rules import RULES, rules_version
 from flopmeter.as_cuda.emulation import Emulation
-from flopmeter.as_cuda.kernels import composites, convolution, linalg, meta_kernels, rnn, sparse
+from flopmeter.as_cuda.kernels import composites, convolution, linalg, meta_kernels, packages, rnn, sparse
 from flopmeter.as_cuda.target import CudaTarget
 from flopmeter.torch_names import dispatcher, private
 
@@ -135,6 +135,7 @@ def _install_features(scope: Emulation) -> None:
     meta_kernels.install(scope)
     convolution.install(scope)
     linalg.install(scope)
+    packages.install(scope)
     for feature, install in _FEATURES.items():
         _install_feature(scope, feature, install)
 

@@ -37,7 +37,7 @@ class Emulation:
     differences: list[Callable[[CudaTarget], str | None]] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
     _notes: dict[str, None] = field(default_factory=dict)
-    _libraries: dict[str, Library] = field(default_factory=dict)
+    _libraries: dict[tuple[str, str], Library] = field(default_factory=dict)
     _undo: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -79,10 +79,10 @@ class Emulation:
             self.kernel(op.name(), guarded, key)
 
     def kernel(self, op: str, kernel: DispatcherKernel, key: str, *, with_keyset: bool = False) -> None:
-        """Register `kernel` for `op` ("aten::name.overload") at dispatch key `key`. One of torch that it replaces is
-        active again after ours is removed."""
+        """Register `kernel` for `op` ("namespace::name.overload") at dispatch key `key`. One of torch that it replaces
+        is active again after ours is removed."""
         with dispatcher.no_warning_of_override():
-            self._library(key).impl(op, kernel, key, with_keyset=with_keyset)
+            self._library(key, op.partition("::")[0]).impl(op, kernel, key, with_keyset=with_keyset)
 
     def meta_kernel(self, op: str, kernel: DispatcherKernel) -> None:
         """Register a Meta kernel also where `Library.impl` refuses one.
@@ -109,11 +109,12 @@ class Emulation:
     def close(self) -> None:
         self._undo.close()
 
-    def _library(self, key: str) -> Library:
-        if key not in self._libraries:
-            library = self._libraries[key] = Library("aten", "IMPL")
+    def _library(self, key: str, namespace: str = "aten") -> Library:
+        library = self._libraries.get((namespace, key))
+        if library is None:
+            library = self._libraries[namespace, key] = Library(namespace, "IMPL")
             self._undo.callback(library._destroy)
-        return self._libraries[key]
+        return library
 
 
 def _guarded(op: OpOverload, kernel: DispatcherKernel, where: Callable[[Any], bool]) -> DispatcherKernel:

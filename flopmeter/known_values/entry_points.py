@@ -116,12 +116,20 @@ _patches = SharedPatch(_install)
 
 def scripting_inside(around: Callable[[], AbstractContextManager[Any]], script: Callable[..., Any]) -> Any:
     """torch.jit.script inside of `around`: it only knows torch's own functions. It looks names up in the frame of its
-    caller, which is one further away."""
+    caller, which is one further away. For each function that the program's calls, torch calls it again."""
+    is_inside = False
 
     @functools.wraps(script)
     def scripting(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any) -> Any:
-        with around():
+        nonlocal is_inside
+        if is_inside:
             return script(obj, optimize, _frames_up + 1, *args, **kwargs)
+        is_inside = True
+        try:
+            with around():
+                return script(obj, optimize, _frames_up + 1, *args, **kwargs)
+        finally:
+            is_inside = False
 
     return scripting
 

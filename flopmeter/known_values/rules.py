@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from flopmeter.known_values import collectives, stand_ins
 from flopmeter.known_values.assumed import assumed_handler
 from flopmeter.known_values.assumptions import Assumptions, DataDependentError
+from flopmeter.known_values.custom_ops import custom
 from flopmeter.known_values.data_dependent import (
     GATHERS,
     ask,
@@ -28,8 +29,8 @@ from flopmeter.known_values.lengths import arguments_with_lengths, with_lengths
 from flopmeter.known_values.replay import Handler, Invocation, Knowledge
 from flopmeter.known_values.values import address, is_discrete, is_weight, no_modes, spans_storage
 from flopmeter.records.sparse_layouts import COMPRESSED, pointers_and_indices
+from flopmeter.torch_names.operators import NAMESPACES_OF_TORCH, of_tensors
 from flopmeter.torch_names.operators import aten_overloads as aten
-from flopmeter.torch_names.operators import of_tensors
 from flopmeter.torch_names.private import graph_task
 
 
@@ -53,6 +54,8 @@ def rule_of(func: Any, assumptions: Assumptions) -> ValueRule:
         return ValueRule(with_lengths, True, writes)
     if exchange := collectives.handler_of(func):
         return ValueRule(exchange, True)
+    if func.namespace not in NAMESPACES_OF_TORCH:
+        return ValueRule(custom, True, writes)
     if torch.Tag.data_dependent_output in func.tags:
         return ValueRule(ask, True, writes)
     if torch.Tag.dynamic_output_shape in func.tags:

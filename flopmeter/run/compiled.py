@@ -23,7 +23,7 @@ from flopmeter.compiler.hidden import made_inside
 from flopmeter.known_values.entry_points import scripting_inside
 from flopmeter.known_values.values import no_modes
 from flopmeter.run.device import NamedCuda
-from flopmeter.run.named_types import META
+from flopmeter.run.named_types import META, in_place_of
 from flopmeter.run.patches import Patch, applied, hidden
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.around import around
@@ -67,9 +67,18 @@ def jit(named: NamedCuda, note: Callable[[str], None], aside: Callable[..., Call
         if switch.present():
             yield Patch(switch.owner, switch.attribute, _kept_on(switch.value, note), "its fuser knows no meta tensors")
     yield Patch(torch.jit, "load", _loaded(named, torch.jit.load), "takes the device named cuda")
+    annotations: Any = importlib.import_module("torch.jit.annotations")
+    to_type = _of_torchs_own(annotations.try_ann_to_type)
+    yield Patch(annotations, "try_ann_to_type", to_type, "it knows torch.device, not what stands in for it")
     yield Patch(torch.jit, "trace", _traced(aside(torch.jit.trace)), "it traces what has no memory")
     for name in ("freeze", "optimize_for_inference"):
         yield Patch(torch.jit, name, _unfrozen(note, getattr(torch.jit, name)), "it computes with the weights")
+
+
+@around
+def _of_torchs_own(to_type: Callable[..., Any], annotation: Any, *args: Any, **kwargs: Any) -> Any:
+    """The type of TorchScript for an annotation, which a stand-in may have been when the function was made."""
+    return to_type(in_place_of(annotation), *args, **kwargs)
 
 
 @around

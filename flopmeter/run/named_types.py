@@ -47,6 +47,12 @@ def _in_place_of(true: Any) -> Any:
     return InPlaceOf
 
 
+def in_place_of(annotation: Any) -> Any:
+    """torch's own type where that is annotated by what stands in for it."""
+    is_type = isinstance(annotation, type)
+    return next((true for true in (_true_device, _true_generator) if is_type and annotation == true), annotation)
+
+
 def device_type() -> type:
     """torch.device, where an index alone means cuda. It makes torch's own devices."""
 

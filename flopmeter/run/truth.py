@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from flopmeter.torch_names.private import BELOW_DISPATCHER, function_mode_count, no_function_modes
+from flopmeter.torch_names.private import ABOVE_DISPATCHER, BELOW_DISPATCHER, function_mode_count, no_function_modes
 
 _TOLD_THE_TRUTH = ("flopmeter.", *BELOW_DISPATCHER)
-_TOLD_CUDA = ("torch.distributed.utils",)  # although it is among them: DDP compares a batch's device with the rank's
+_PROPERTIES = ("device", "is_cuda", "is_meta")
 _tensor: Any = torch.Tensor
 
 
@@ -36,8 +36,16 @@ true_data, set_true_data = _true(_tensor.data.__get__), _true(_tensor.data.__set
 
 
 def asked_from_below() -> bool:
-    """Whether the code that asks for a property of a tensor runs below the dispatcher."""
-    return _is_below(sys._getframe(2))
+    """Whether the code that asks for a property of a tensor runs below the dispatcher. A subclass may pass the question
+    on, by a property of its own of that name (torchvision's TVTensor)."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in _PROPERTIES and _is_of_a_tensor(frame):
+        frame = frame.f_back
+    return frame is not None and _is_below(frame)
+
+
+def _is_of_a_tensor(frame: FrameType) -> bool:
+    return isinstance(frame.f_locals.get("self"), torch.Tensor)
 
 
 def wrapped_from_below() -> bool:
@@ -49,4 +57,4 @@ def wrapped_from_below() -> bool:
 
 def _is_below(frame: FrameType) -> bool:
     name: Any = frame.f_globals.get("__name__", "")
-    return name.startswith(_TOLD_THE_TRUTH) and name not in _TOLD_CUDA
+    return name.startswith(_TOLD_THE_TRUTH) and not name.startswith(ABOVE_DISPATCHER)

@@ -109,7 +109,8 @@ def _patches(
             yield Patch(distributed_c10d, name, lambda timeout, group=None: None, "no rank waits for another")
             if hasattr(dist, name):
                 yield Patch(dist, name, getattr(distributed_c10d, name), "the same function")
-    yield Patch(torch.multiprocessing, "spawn", _spawning(rank), "one rank runs in this process, the others do not")
+    for name in ("spawn", "start_processes"):
+        yield Patch(torch.multiprocessing, name, _spawning(rank), "one rank runs in this process, the others do not")
     start = _start(BaseProcess.start, world_size or 1, rank, on_gpu)
     yield Patch(BaseProcess, "start", start, "the same, where a program starts them itself")
 
@@ -156,9 +157,26 @@ def _init_process_group(
     return init_process_group
 
 
-def _spawning(rank: int) -> Callable[..., None]:
-    def spawn(fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, **kwargs: Any) -> None:
+class _EndedRanks:
+    """What starts processes without waiting for them returns it: they have all ended."""
+
+    processes: tuple[Any, ...] = ()
+
+    def pids(self) -> list[int]:
+        return []
+
+    def join(self, *_timeouts: Any, **_named: Any) -> bool:
+        return True
+
+
+def _spawning(rank: int) -> Callable[..., _EndedRanks | None]:
+    """torch.multiprocessing.spawn and start_processes: this rank runs here, and to its end."""
+
+    def spawn(
+        fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
+    ) -> _EndedRanks | None:
         fn(rank, *args)
+        return None if join else _EndedRanks()
 
     return spawn
 

@@ -14,6 +14,15 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+# Those that torch 2.11 to 2.15 bring, collectives among them, which must not run on the CPU; and flopmeter's own.
+NAMESPACES_OF_TORCH = frozenset((
+    "aten", "prims", "rngprims", "quantized", "_quantized", "quantized_decomposed", "quantization", "sparse", "mkl",
+    "mkldnn", "mkldnn_prepacked", "onednn", "onnx", "c10d", "c10d_functional", "_c10d_functional",
+    "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp", "torch_attn", "inductor", "inductor_prims", "flex_lib",
+    "flex_gemm", "streams", "mempool", "export", "profiler", "prim", "static_runtime", "flopmeter", "flopmeter_shims",
+    "cuda_kernels",
+))  # fmt: skip
+
 
 class Absent:
     """Stands for an operator, or an overload of one, that this torch lacks. Only calling it is an error."""

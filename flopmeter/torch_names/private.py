@@ -272,6 +272,7 @@ autograd_node = needed("torch._C", "_current_autograd_node", "which node of the 
 next_node_number = needed("torch._C", "_autograd._get_sequence_nr", "where in the forward pass a node was made")
 AccumulateGrad = needed("torch._C", "_functions.AccumulateGrad", "which ops make gradients")
 has_kernel = needed("torch._C", "_dispatch_has_kernel_for_dispatch_key", "which ops are composites")
+all_operators = needed("torch._C", "_dispatch_get_all_op_names", "which operators packages bring")
 is_dispatched = needed("torch._C", "_dispatch_has_kernel", "which overloads only TorchScript can call")
 dispatch_modes = needed("torch._C", "_len_torch_dispatch_stack", "whether another mode sees an op")
 function_mode_count = needed("torch._C", "_len_torch_function_stack", "whether another mode sees a question")
@@ -300,6 +301,8 @@ BELOW_DISPATCHER = (
     "torch._tensor_str",
     "torch.distributed",
 )
+# Among them, but they compare devices: DDP a batch's with its rank's, ShardedTensor a shard's with its plan's.
+ABOVE_DISPATCHER = ("torch.distributed.utils", "torch.distributed._shard.")
 """Prefixes of torch's modules that learn shapes, and of torch.distributed, which flopmeter.distributed runs on meta:
 what they ask of a tensor is answered as it is, also where the program is told another device (flopmeter.run)."""
 no_dispatch = needed("torch._C", "_disabled_torch_dispatch_impl", "which tensors run their kernels themselves")

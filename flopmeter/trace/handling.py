@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.rules import rule_of
-from flopmeter.torch_names.operators import aten
+from flopmeter.torch_names.operators import NAMESPACES_OF_TORCH, aten
 from flopmeter.torch_names.private import has_kernel
 from flopmeter.trace.implementations import key_of_parts
 from flopmeter.trace.process_groups import NAMESPACES
@@ -44,6 +44,7 @@ def _handling(func: Any) -> Handling:
     if not isinstance(func, OpOverload) or func.namespace in _HOST_NAMESPACES or func.name() in _WRAPPERS:
         return Handling(True, False, False, False, False)
     by_data = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    by_data = by_data or func.namespace not in NAMESPACES_OF_TORCH  # their sizes may depend on data without that tag
     has_out = any(argument.is_out for argument in func._schema.arguments)
     return Handling(
         False,

@@ -24,9 +24,9 @@ def waits_for_values(report: Report) -> Iterator[Proposal]:
     trace = trace_of(report)
     asks = {id(trace.ops[index]) for index in values_read(trace)}
     reads = [kernel for kernel in report.kernels if id(kernel.op) in asks and kernel.cost.blocks_host]
-    flags = _flags_of_scalers(trace)
+    flags, anomalies = _flags_of_scalers(trace), _results_of_checks(trace)
     by_scaler = [kernel for kernel in reads if not flags.isdisjoint(kernel.op.storages)]
-    by_program = [kernel for kernel in reads if flags.isdisjoint(kernel.op.storages)]
+    by_program = [kernel for kernel in reads if (flags | anomalies).isdisjoint(kernel.op.storages)]
     is_bf16 = narrow_type(report.hardware) is torch.bfloat16
     yield from _without(
         report, by_program, "keep the values on the device, or read them once in many steps",
@@ -55,6 +55,31 @@ def _flags_of_scalers(trace: Trace) -> set[int]:
     check = aten._amp_foreach_non_finite_check_and_unscale_
     ops = (op for op in trace.ops if op.packet is check)
     return {op.storages[op.call.inputs[-2].storage] for op in ops}  # the last of its tensors is the scale
+
+
+@remedy
+def checks_for_anomalies(report: Report) -> Iterator[Proposal]:
+    """torch.autograd.set_detect_anomaly(True), under which the backward pass looks for NaN in each gradient and reads
+    whether there is one (torch/csrc/autograd/engine.cpp)."""
+    trace = trace_of(report)
+    found = _results_of_checks(trace)
+    reads = [index for index in values_read(trace) if not found.isdisjoint(trace.ops[index].storages)]
+    looks = {index for index, op in enumerate(trace.ops) if not found.isdisjoint(op.makes)}
+    looked_at = {number for index in looks for number in trace.ops[index].reads}
+    looks |= {index for index, op in enumerate(trace.ops) if op.packet is aten.isnan and op.makes <= looked_at}
+    if reads:
+        yield Proposal(
+            f"all that the host sends after {counted(len(reads), 'look')} for NaN in a gradient", everything,
+            "the host stops after each until the device is done",
+            "torch.autograd.set_detect_anomaly(False), but to find a fault",
+            priced(report, with_ops(trace, looks.union(reads))),
+            where=modules_and_lines_of(trace.ops[index] for index in reads),
+        )  # fmt: skip
+
+
+def _results_of_checks(trace: Trace) -> set[int]:
+    """The storages in which torch's engine finds whether a gradient has a NaN. Nothing else calls this op."""
+    return {number for op in trace.ops if op.packet is aten._is_any_true for number in op.makes}
 
 
 @remedy
