@@ -92,7 +92,12 @@ def test_the_first_step_starts_with_what_the_second_calls_first(before, within, 
         ("Other Encoder Decoder Encoder Decoder", 10, [30, 50], "Encoder, Decoder"),
         ("Encoder Decoder Encoder Decoder Encoder", 0, [20, 40], "Encoder, Decoder"),
         ("Draft Draft Other Draft Draft Other", 0, [30, 60], "Draft ×2, Other"),
-        ("Other Teacher Encoder Decoder Encoder Decoder", None, [], ""),  # as many others as a round has calls
+        ("Other Teacher Encoder Decoder Encoder Decoder", 20, [40, 60], "Encoder, Decoder"),
+        ("Other Decoder Encoder Decoder Encoder Decoder Encoder", 10, [30, 50, 70], "Decoder, Encoder"),
+        ("Other Decoder Draft Encoder Decoder Encoder Decoder Encoder", None, [], ""),  # it called a decoder before
+        ("Encoder Decoder Encoder Decoder Other", 0, [20, 40], "Encoder, Decoder"),  # the last comes after the rounds
+        ("Encoder Decoder Encoder Decoder Other Teacher", 0, [20, 40], "Encoder, Decoder"),
+        ("Encoder Decoder Encoder Decoder Other Other", None, [], ""),
         ("Encoder Decoder Encoder", None, [], ""),
         ("Other Encoder Decoder Encoder", None, [], ""),  # one round and a half
         ("Encoder Decoder Draft Teacher", None, [], ""),
