@@ -283,6 +283,31 @@ def test_replays_of_a_cuda_graph_end_too(ran):
     assert (report.parts.marked_by, out) == ("replays of a CUDA graph", "")
 
 
+@pytest.mark.parametrize("frames", [10, 1_000_000])
+def test_a_step_of_several_graphs_that_are_replayed_in_turn_is_a_round_of_them(ran, monkeypatch, frames):
+    """An encoder, a decoder that runs twice, and 16 graphs that only fill a cache; each of one product."""
+    monkeypatch.setattr(session, "PATIENCE_S", 600.0 if frames == 10 else 1.0)
+    report, out, _ = ran(f"""
+        def captured(model):
+            graph = torch.cuda.CUDAGraph()
+            with torch.no_grad(), torch.cuda.graph(graph):
+                model(x)
+            return graph
+
+        for _ in range(16):
+            captured(linear(8)).replay()
+        encoder, decoder = captured(linear()), captured(linear(128))
+        for _ in range({frames}):
+            encoder.replay()
+            decoder.replay()
+            decoder.replay()
+        print("to the end")
+    """)
+    assert bool(out) is (frames == 10)
+    assert report.parts.marked_by == "rounds of 3 replays of CUDA graphs"
+    assert report.step.macs == 8 * 64 * (64 + 2 * 128)
+
+
 ENDS = {
     "by the host's clock": """
         model, start = linear(), time.time()

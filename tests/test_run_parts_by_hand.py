@@ -23,6 +23,7 @@ from flopmeter.run.step_parts import (
     Parts,
     leading_class,
     parts_between,
+    parts_of_leading_class,
     parts_of_rounds,
     with_what_recurs,
 )
@@ -113,6 +114,22 @@ def test_a_round_is_the_shortest_sequence_of_calls_that_comes_again_up_to_the_en
         assert found is None
     else:
         assert found == parts_between(start, ends, f"rounds of calls: {said}")
+
+
+@pytest.mark.parametrize(
+    ("names", "may_prepare"),
+    [
+        ("Encoder Decoder Draft Other", True),  # none has come again
+        ("Encoder Decoder Draft Other Decoder", True),  # the second of a round, perhaps
+        ("Other Draft Draft Encoder Draft Draft", True),  # two drafts a round
+        ("Draft Draft Draft Draft", False),
+        ("Encoder Draft Draft Draft Draft Draft Other Draft Draft", False),
+    ],
+)
+def test_one_knows_that_calls_are_no_part_of_rounds_when_they_have_come_again_for_long(names, may_prepare):
+    calls = [call(name, 10 * place, 10 * place + 10) for place, name in enumerate(names.split())]
+    assert parts_of_rounds(calls) is None
+    assert parts_of_leading_class(0, calls).may_prepare is may_prepare
 
 
 def test_rounds_that_are_a_small_end_of_the_program_are_none():

@@ -26,7 +26,14 @@ class Parts:
     before: tuple[str, int] | None = None  # a class that is trained, and its calls without gradients in the setup
     stopped_untrained: bool = False  # the program was ended although it had only inferred
     without: tuple[tuple[str, int], ...] = ()  # optimizers that do not step in the steady step; in how many others
-    may_prepare: bool = False  # these are calls of modules of a class, each once or twice: rounds may follow
+    may_prepare: bool = False  # rounds of calls or replays may follow, of which these are less than two
+
+
+class Replay(NamedTuple):
+    """A replay of a CUDA graph."""
+
+    graph: range  # the ops that it captured
+    end: int  # in ops
 
 
 class OutermostCall(NamedTuple):
@@ -91,14 +98,25 @@ def parts_of_rounds(calls: Sequence[OutermostCall]) -> Parts | None:
     return parts_between(rounds[0].ops.start, ends, f"rounds of calls: {names}")
 
 
+def parts_of_replays(replays: Sequence[Replay]) -> Parts:
+    """The parts of a program that replays CUDA graphs: from the end of a replay to that of the next, or of the next
+    round where it replays several graphs in turn, such as those of an encoder, a model and a decoder."""
+    ends, graphs = [replay.end for replay in replays], [replay.graph for replay in replays]
+    found = _rounds(graphs)
+    if found is None:
+        by_one = parts_between(ends[0], ends[1:], "replays of a CUDA graph")
+        return replace(by_one, may_prepare=_may_prepare(graphs))
+    within, length = found
+    ends = ends[within.start + length - 1 : within.stop : length]
+    return parts_between(ends[0], ends[1:], f"rounds of {length} replays of CUDA graphs")
+
+
 def parts_of_leading_class(start: int, calls: Sequence[OutermostCall]) -> Parts:
-    """The parts of a program without rounds, whose setup ends at `start`. Had one of the modules been called a third
-    time in rounds, two of them would have been seen."""
+    """The parts of a program without rounds, whose setup ends at `start`."""
     name = leading_class(calls)
     of_class = [call for call in calls if call.name == name]
-    modules = [call.module for call in of_class]
     found = parts_between(start, [call.ops.stop for call in of_class], f"calls of {name}")
-    return replace(found, may_prepare=all(modules.count(module) <= 2 for module in modules))
+    return replace(found, may_prepare=_may_prepare([call.module for call in calls]))
 
 
 def leading_class(calls: Sequence[OutermostCall]) -> str:
@@ -110,11 +128,23 @@ def leading_class(calls: Sequence[OutermostCall]) -> str:
     return max(calls_of, key=lambda name: (len(calls_of[name]) > 1, _ops_of(calls_of[name])))
 
 
+def _may_prepare(called: list[Any]) -> bool:
+    """Whether rounds may yet be seen: what is called again has not gone on for three times the longest way from a call
+    to the next one of the same. (After two rounds they are seen; such a way is at most a round long.)"""
+    last: dict[int, int] = {}  # by the place of its first call
+    longest, begin = 0, len(called)
+    for place, first in enumerate(called.index(each) for each in called):
+        if first in last:
+            longest, begin = max(longest, place - last[first]), min(begin, first)
+        last[first] = place
+    return begin == len(called) or len(called) - begin < 3 * longest
+
+
 def _ops_of(calls: Sequence[OutermostCall]) -> int:
     return sum(len(call.ops) for call in calls)
 
 
-def _rounds(modules: list[object]) -> tuple[range, int] | None:
+def _rounds(modules: list[Any]) -> tuple[range, int] | None:
     """The calls that are rounds, and how many make a round: the shortest sequence that is repeated up to the end, or
     up to calls of modules that ran only there. Before it come less than a round of other calls, or calls of modules
     that it does not have, such as an encoder or what fills a cache. None: there is none of several calls."""

@@ -6,7 +6,7 @@ what the program does with the loss. Everything before the first forward pass th
 program that updates its weights without torch's optimizers a step is the time from one call of the outermost module
 that it trains to the next; where it trains tensors of no module, from one backward() to the next. In inference it is a
 call of the outermost module, or of the compiled function outside of modules, that the program calls most often, or a
-replay of its CUDA graph.
+replay of its CUDA graph, or of several in turn.
 
 A program that was told to stop after some number of steps and only infers stops too: after that many calls, and after
 CALLS_WATCHED at least, so that what it calls now and then belongs to its rounds. While it may still train (it has made
@@ -43,8 +43,10 @@ from flopmeter.run.patches import Patch, applied
 from flopmeter.run.step_parts import (
     OutermostCall,
     Parts,
+    Replay,
     parts_between,
     parts_of_leading_class,
+    parts_of_replays,
     parts_of_rounds,
     with_what_recurs,
 )
@@ -97,7 +99,7 @@ class Steps:
         self._warm_ups = 0  # of these, before a CUDA graph is captured
         self._calls: list[OutermostCall] = []
         self._function_calls: list[OutermostCall] = []  # of compiled functions, outside of modules
-        self._replays: list[int] = []  # where each replay of a CUDA graph ended
+        self._replays: list[Replay] = []
         self._optimizers, self._own_updates = Optimizers(now), OwnUpdates(has_backward)
         self._calls_before: list[OutermostCall] = []  # the first update: without gradients, of what it updates
         self._depth = 0
@@ -167,7 +169,7 @@ class Steps:
 
     def on_replay(self, captured: range) -> None:
         """Called when a CUDA graph that captured these ops was replayed. If a step ended in them, one ends again."""
-        self._replays.append(self._now())
+        self._replays.append(Replay(captured, self._now()))
         if any(captured.start < end <= captured.stop for end in self._ends):
             self._end()
         self._stop_inference()
@@ -182,7 +184,7 @@ class Steps:
             marked_by = f"calls of {self._own_updates.trained}, trained without an optimizer"
             return replace(parts_between(self._own_updates.start, ends, marked_by), ends_with_call=True)
         if self._replays and self._marker == AUTO:
-            return parts_between(self._replays[0], self._replays[1:], "replays of a CUDA graph")
+            return parts_of_replays(self._replays)
         if self._marker in (AUTO, FORWARD) and (calls := self._calls_until(total)):
             return replace(self._parts_of_calls(total, calls), ends_with_call=True)
         if len(self._backwards) > 1:  # after one alone anything may come
