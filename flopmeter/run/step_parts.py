@@ -29,7 +29,7 @@ class Parts:
     may_prepare: bool = False  # rounds of calls or replays may follow, of which these are less than two
 
 
-class Replay(NamedTuple):
+class GraphReplay(NamedTuple):
     """A replay of a CUDA graph."""
 
     graph: range  # the ops that it captured
@@ -98,7 +98,7 @@ def parts_of_rounds(calls: Sequence[OutermostCall]) -> Parts | None:
     return parts_between(rounds[0].ops.start, ends, f"rounds of calls: {names}")
 
 
-def parts_of_replays(replays: Sequence[Replay]) -> Parts:
+def parts_of_replays(replays: Sequence[GraphReplay]) -> Parts:
     """The parts of a program that replays CUDA graphs: from the end of a replay to that of the next, or of the next
     round where it replays several graphs in turn, such as those of an encoder, a model and a decoder."""
     ends, graphs = [replay.end for replay in replays], [replay.graph for replay in replays]

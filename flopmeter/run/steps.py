@@ -43,7 +43,7 @@ from flopmeter.run.patches import Patch, applied
 from flopmeter.run.step_parts import (
     OutermostCall,
     Parts,
-    Replay,
+    GraphReplay,
     parts_between,
     parts_of_leading_class,
     parts_of_replays,
@@ -99,7 +99,7 @@ class Steps:
         self._warm_ups = 0  # of these, before a CUDA graph is captured
         self._calls: list[OutermostCall] = []
         self._function_calls: list[OutermostCall] = []  # of compiled functions, outside of modules
-        self._replays: list[Replay] = []
+        self._replays: list[GraphReplay] = []
         self._optimizers, self._own_updates = Optimizers(now), OwnUpdates(has_backward)
         self._calls_before: list[OutermostCall] = []  # the first update: without gradients, of what it updates
         self._depth = 0
@@ -169,7 +169,7 @@ class Steps:
 
     def on_replay(self, captured: range) -> None:
         """Called when a CUDA graph that captured these ops was replayed. If a step ended in them, one ends again."""
-        self._replays.append(Replay(captured, self._now()))
+        self._replays.append(GraphReplay(captured, self._now()))
         if any(captured.start < end <= captured.stop for end in self._ends):
             self._end()
         self._stop_inference()
