@@ -41,9 +41,9 @@ from flopmeter.records import DEFAULT_STREAM
 from flopmeter.run.own_code import OwnCode
 from flopmeter.run.patches import Patch, applied
 from flopmeter.run.step_parts import (
+    GraphReplay,
     OutermostCall,
     Parts,
-    GraphReplay,
     parts_between,
     parts_of_leading_class,
     parts_of_replays,
