@@ -33,6 +33,16 @@ class StandInFloat(float):
 
     __hash__ = float.__hash__
 
+    def __copy__(self) -> StandInFloat:
+        return self
+
+    def __deepcopy__(self, memo: object) -> StandInFloat:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type[float], tuple[float]]:
+        """In a file it is a plain number: `torch.load` and `torch.package` know no class of flopmeter's."""
+        return float, (float(self),)
+
 
 def _computing(name: str) -> Any:
     compute = getattr(float, name)
