@@ -171,3 +171,37 @@ def test_beyond_a_mode_are_those_that_fuse_or_replay_too_and_the_one_that_does_b
         assert set(names[at : at + len(group)]) == group
         at += len(group)
     assert at == len(names)
+
+
+def test_a_recurrent_layer_breaks_the_graph_that_dynamo_traces_and_none_that_is_captured():
+    """Dynamo's own count of graphs is the oracle."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).relu()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.lstm, self.after = Block(), nn.LSTM(8, 8), Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.after(self.lstm(self.before(x))[0])
+
+    traced: list[object] = []
+    torch.compile(Net(), backend=lambda graph, _: traced.append(graph) or graph)(torch.zeros(5, 2, 8))
+    torch._dynamo.reset()
+    with FlopMeter("a100-sxm4-80gb") as meter, torch.no_grad():
+        with torch.device("meta"):
+            net, x = Net(), torch.zeros(5, 2, 8)
+        net(x)
+    graphs = {
+        mode: {graph for graph in meter.report(mode=mode).launches.graphs if graph is not None}
+        for mode in ("compiled", "cudagraph", "eager-cudagraph")
+    }
+    assert len(traced) == 2
+    assert [len(each) for each in graphs.values()] == [2, 2, 1]

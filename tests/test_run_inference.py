@@ -96,6 +96,70 @@ def test_what_comes_every_few_calls_is_in_the_round_when_it_is_stopped(ran):
     assert report.step.macs == 6 * 8 * 64 * 64 + 8 * 64 * 128
 
 
+PREPARES = """
+class Decoder(nn.Module):  # its layers run one by one, outside of its forward
+    def __init__(self):
+        super().__init__()
+        self.fill = nn.ModuleList(linear() for _ in range(40))
+        self.layers = nn.ModuleList(linear() for _ in range(5))
+        self.head = linear(128)
+
+    def one_token(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+decoder, vocoder = Decoder(), nn.Sequential(linear(), linear())
+with torch.no_grad():
+    for fill in decoder.fill:
+        fill(x)
+    for _ in range({tokens}):
+        decoder.one_token(x)
+    vocoder(x)
+print("to the end")
+"""
+
+
+@pytest.mark.parametrize(("tokens", "until_the_end"), [(30, True), (10_000, False)])
+def test_the_rounds_of_a_decoder_are_the_steps_after_many_calls_that_only_prepare_them(
+    ran, monkeypatch, tokens, until_the_end
+):
+    """A token goes through five layers of 64 x 64 and a head of 64 x 128."""
+    monkeypatch.setattr(session, "PATIENCE_S", 600.0 if until_the_end else 0.5)
+    report, out, _ = ran(PREPARES.format(tokens=tokens))
+    assert bool(out) is until_the_end
+    assert report.parts.marked_by == "rounds of calls: Linear ×6"
+    assert report.step.macs == 8 * 64 * (5 * 64 + 128)
+
+
+COMPILED = """
+class Speech:  # no module, but it has one
+    def __init__(self):
+        self.model = linear()
+
+    def one_token(self, x):
+        return self.model(x).relu() + 1
+
+speech = Speech()
+one_token = torch.compile(speech.one_token)
+with torch.no_grad():
+    for _ in range({tokens}):
+        one_token(x)
+    linear()(x)
+print("to the end")
+"""
+
+
+@pytest.mark.parametrize("tokens", [20, 10_000])
+def test_calls_of_a_compiled_function_outside_of_modules_are_steps_and_its_weights_parameters(ran, tokens):
+    report, out, _ = ran(COMPILED.format(tokens=tokens))
+    assert bool(out) is (tokens == 20)
+    assert report.parts.marked_by == "calls of Speech.one_token"
+    assert report.parts.count == (20 if out else 32)
+    assert report.step.macs == 8 * 64 * 64
+    assert report.step.memory.at_peak["parameters"] >= 4 * 64 * 64
+
+
 FEATURES_FIRST = """
     encoder, head = linear(), linear(10)
     with torch.no_grad():
@@ -217,6 +281,31 @@ def test_replays_of_a_cuda_graph_end_too(ran):
         print("to the end")
     """)
     assert (report.parts.marked_by, out) == ("replays of a CUDA graph", "")
+
+
+@pytest.mark.parametrize("frames", [10, 1_000_000])
+def test_a_step_of_several_graphs_that_are_replayed_in_turn_is_a_round_of_them(ran, monkeypatch, frames):
+    """An encoder, a decoder that runs twice, and 16 graphs that only fill a cache; each of one product."""
+    monkeypatch.setattr(session, "PATIENCE_S", 600.0 if frames == 10 else 1.0)
+    report, out, _ = ran(f"""
+        def captured(model):
+            graph = torch.cuda.CUDAGraph()
+            with torch.no_grad(), torch.cuda.graph(graph):
+                model(x)
+            return graph
+
+        for _ in range(16):
+            captured(linear(8)).replay()
+        encoder, decoder = captured(linear()), captured(linear(128))
+        for _ in range({frames}):
+            encoder.replay()
+            decoder.replay()
+            decoder.replay()
+        print("to the end")
+    """)
+    assert bool(out) is (frames == 10)
+    assert report.parts.marked_by == "rounds of 3 replays of CUDA graphs"
+    assert report.step.macs == 8 * 64 * (64 + 2 * 128)
 
 
 ENDS = {

@@ -18,6 +18,14 @@ if bool(high < -9):
 else:
     raise ValueError
 """
+PICKLES = """
+import copy, io, pickle, torch, yaml
+loss = torch.randn(8, device="cuda").max().item()
+pickled = pickle.dumps({"loss": loss})
+plain = pickle.loads(pickled)
+print(yaml.safe_dump({"loss": loss}).strip(), yaml.dump({"loss": loss}).strip())
+print(plain, b"flopmeter" in pickled, type(plain["loss"]).__name__, copy.deepcopy([loss])[0] is loss)
+"""
 PROGRAM = Path(__file__).parent / "programs" / "own_checks.py"
 
 
@@ -53,3 +61,12 @@ def test_checks_of_unknown_values_pass_and_those_of_known_ones_are_made():
         "an unknown condition does not hold",
     } <= {use.rule for use in uses}
     assert "own_checks.py:45 goes on while an unknown condition holds, and was ended where it first" in first_lines
+
+
+def test_a_number_that_stands_in_is_a_plain_one_where_it_is_saved_and_itself_where_it_is_copied(tmp_path):
+    """torch.package takes classes of the program and of torch, and weights_only plain numbers."""
+    program, session, out = tmp_path / "pickles.py", ScriptSession("a100-sxm4-80gb", Wishes()), io.StringIO()
+    program.write_text(PICKLES)
+    with session.open(), contextlib.redirect_stdout(out):
+        ending = run(Script(str(program)), session)
+    assert (ending.error, out.getvalue()) == (None, "loss: 1.0 loss: 1.0\n{'loss': 1.0} False float True\n")

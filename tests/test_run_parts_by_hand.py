@@ -23,6 +23,7 @@ from flopmeter.run.step_parts import (
     Parts,
     leading_class,
     parts_between,
+    parts_of_leading_class,
     parts_of_rounds,
     with_what_recurs,
 )
@@ -92,7 +93,12 @@ def test_the_first_step_starts_with_what_the_second_calls_first(before, within, 
         ("Other Encoder Decoder Encoder Decoder", 10, [30, 50], "Encoder, Decoder"),
         ("Encoder Decoder Encoder Decoder Encoder", 0, [20, 40], "Encoder, Decoder"),
         ("Draft Draft Other Draft Draft Other", 0, [30, 60], "Draft ×2, Other"),
-        ("Other Teacher Encoder Decoder Encoder Decoder", None, [], ""),  # as many others as a round has calls
+        ("Other Teacher Encoder Decoder Encoder Decoder", 20, [40, 60], "Encoder, Decoder"),
+        ("Other Decoder Encoder Decoder Encoder Decoder Encoder", 10, [30, 50, 70], "Decoder, Encoder"),
+        ("Other Decoder Draft Encoder Decoder Encoder Decoder Encoder", None, [], ""),  # it called a decoder before
+        ("Encoder Decoder Encoder Decoder Other", 0, [20, 40], "Encoder, Decoder"),  # the last comes after the rounds
+        ("Encoder Decoder Encoder Decoder Other Teacher", 0, [20, 40], "Encoder, Decoder"),
+        ("Encoder Decoder Encoder Decoder Other Other", None, [], ""),
         ("Encoder Decoder Encoder", None, [], ""),
         ("Other Encoder Decoder Encoder", None, [], ""),  # one round and a half
         ("Encoder Decoder Draft Teacher", None, [], ""),
@@ -108,6 +114,22 @@ def test_a_round_is_the_shortest_sequence_of_calls_that_comes_again_up_to_the_en
         assert found is None
     else:
         assert found == parts_between(start, ends, f"rounds of calls: {said}")
+
+
+@pytest.mark.parametrize(
+    ("names", "may_prepare"),
+    [
+        ("Encoder Decoder Draft Other", True),  # none has come again
+        ("Encoder Decoder Draft Other Decoder", True),  # the second of a round, perhaps
+        ("Other Draft Draft Encoder Draft Draft", True),  # two drafts a round
+        ("Draft Draft Draft Draft", False),
+        ("Encoder Draft Draft Draft Draft Draft Other Draft Draft", False),
+    ],
+)
+def test_one_knows_that_calls_are_no_part_of_rounds_when_they_have_come_again_for_long(names, may_prepare):
+    calls = [call(name, 10 * place, 10 * place + 10) for place, name in enumerate(names.split())]
+    assert parts_of_rounds(calls) is None
+    assert parts_of_leading_class(0, calls).may_prepare is may_prepare
 
 
 def test_rounds_that_are_a_small_end_of_the_program_are_none():

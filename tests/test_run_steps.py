@@ -511,3 +511,25 @@ def test_of_an_optimizer_that_steps_first_in_the_last_step_more_steps_are_told_t
 
     assert "(for its report, --steps of a script that goes on for longer" in trained(3)
     assert "a first step, in which" not in trained(5)
+
+
+def test_a_graph_that_is_there_when_the_step_begins_is_activations_and_a_batch_is_an_input():
+    """A step of a GAN ends when the discriminator has stepped. The graph of the generator's forward pass is then there:
+    the results of its tanh and of its last layer, each as large as the batch."""
+    with flopmeter.cuda(A100, steps=3) as device:
+        generator, discriminator = (
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, wide)).cuda() for wide in (16, 1)
+        )
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (discriminator, generator)]
+        while True:
+            batch = torch.randn(1000, 16, device="cuda")
+            fake = generator(batch)
+            for made, optimizer in zip((fake.detach(), fake), optimizers, strict=True):
+                discriminator(made).sum().backward()
+                optimizer.step()
+                for each in optimizers:
+                    each.zero_grad()
+    memory = device.report().step.memory
+    batch_bytes = 1000 * 16 * 4
+    assert memory.timeline["inputs"][0] == pytest.approx(batch_bytes, rel=0.01)
+    assert 2 * batch_bytes <= memory.timeline["activations"][0] <= 3.1 * batch_bytes

@@ -29,8 +29,8 @@ from flopmeter.trace.recorder import Recorder
 _OPTIMIZERS = f"torch{os.sep}optim{os.sep}"
 
 
-Owner = nn.Module | Optimizer
-"""The module or optimizer whose method a compiled function is, or calls."""
+Owner = nn.Module | Optimizer | CodeType
+"""The module or optimizer whose method a compiled function is, or calls; of a function of neither its code."""
 
 
 class Replay:
@@ -269,10 +269,14 @@ class _Paths:
                 self._recorder.roles.note_optimizer(value)
                 self._meet(value)
         module = _whose_method(frame.f_locals) if frame else None
-        if module is None:
-            return self._recorder.modules.path
-        self._meet(module)
-        return self._recorder.enter_compiled(module)
+        if module is not None:
+            self._meet(module)
+            return self._recorder.enter_compiled(module)
+        if frame is not None and not self._recorder.is_in_step():
+            for each in _modules_held(frame.f_locals):
+                self._recorder.roles.note_module(each)
+            self._meet(frame.f_code)
+        return self._recorder.modules.path
 
 
 def _whose_method(values: Mapping[str, Any]) -> nn.Module | None:
@@ -280,6 +284,13 @@ def _whose_method(values: Mapping[str, Any]) -> nn.Module | None:
     to the function that it makes of what follows a graph break."""
     first = next(iter(values.values()), None)
     return next((value for value in (first, values.get("self")) if isinstance(value, nn.Module)), None)
+
+
+def _modules_held(values: Mapping[str, Any]) -> Iterator[nn.Module]:
+    """The modules among these local variables, and among the attributes of `self`, which is none: `self.model`."""
+    for value in (*values.values(), *getattr(values.get("self"), "__dict__", {}).values()):
+        if isinstance(value, nn.Module):
+            yield value
 
 
 def name_of(code: CodeType) -> str:

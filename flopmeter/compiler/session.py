@@ -49,8 +49,8 @@ _WARNING_OF_HOOKS = r"(?s).*Using `torch.compile\(module\)` when there are globa
 _WARNING_OF_TF32 = r"TensorFloat32 tensor cores .* available but not enabled"  # the report says so
 
 OnCompiledCall = Callable[[Owner], Callable[[], None]]
-"""Told of a module or an optimizer when the first of its compiled kernels runs; what it returns is called when the
-compiled call has ended. Dynamo hides the hooks that would tell."""
+"""Told of a module, an optimizer or a function when the first of its compiled kernels runs; what it returns is called
+when the compiled call has ended. Dynamo hides the hooks that would tell."""
 
 
 class Session:
@@ -316,7 +316,8 @@ class Session:
         return around
 
     def _meet(self, owner: Owner) -> None:
-        if self._on_compiled_call is not None and owner not in self._met:
+        is_part = isinstance(owner, CodeType) and self._met  # what Dynamo makes of a function after a graph break
+        if self._on_compiled_call is not None and owner not in self._met and not is_part:
             with torch.set_grad_enabled(self._records_gradients):  # of the caller: autograd turns it off in here
                 self._met[owner] = self._on_compiled_call(owner)
 

@@ -129,7 +129,8 @@ def launches(
         run = Launches(kernels, [None] * len(kernels), mode, assign_streams(kernels, trace))
     else:
         made, lives = fuse(kernels, trace, region=region) if mode.fuses else (kernels, None)
-        run = _launched(made, graphs_of(made, region), mode, trace)._replace(lives=lives)
+        graphs = graphs_of(made, region, is_traced=mode.fuses)
+        run = _launched(made, graphs, mode, trace)._replace(lives=lives)
     return run._replace(nodes=_nodes(kernels, trace))
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
-
-from torch import nn
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +26,21 @@ class Parts:
     before: tuple[str, int] | None = None  # a class that is trained, and its calls without gradients in the setup
     stopped_untrained: bool = False  # the program was ended although it had only inferred
     without: tuple[tuple[str, int], ...] = ()  # optimizers that do not step in the steady step; in how many others
+    may_prepare: bool = False  # rounds of calls or replays may follow, of which these are less than two
+
+
+class GraphReplay(NamedTuple):
+    """A replay of a CUDA graph."""
+
+    graph: range  # the ops that it captured
+    end: int  # in ops
 
 
 class OutermostCall(NamedTuple):
-    """A call of a module that no other module called."""
+    """A call of a module that no other module called, or of a compiled function outside of modules."""
 
-    module: weakref.ref[nn.Module]
-    name: str  # the module's class
+    module: weakref.ref[Any]  # or the function's code
+    name: str  # the module's class, or the function
     ops: range
     learns: bool  # it remembered gradients
     evaluates: bool  # what the leading optimizer updates, in eval mode, or a copy of it, without gradients
@@ -77,17 +83,40 @@ def with_what_recurs(start: int, ends: Sequence[int], calls: Sequence[OutermostC
 def parts_of_rounds(calls: Sequence[OutermostCall]) -> Parts | None:
     """The parts of a program that only infers, with several calls a round, such as an encoder's and a decoder's. None:
     each call is a round of its own, or the rounds are a small end of the program, as the tiles of a decoder after the
-    steps of a diffusion model."""
+    steps of a diffusion model. (What is called once, such as each layer of an encoder, is no step in any case.)"""
     found = _rounds([call.module for call in calls])
     if found is None:
         return None
-    start, length = found
-    if _ops_of(calls[:start]) > _ops_of(calls[start:]):
+    within, length = found
+    rounds, others = calls[within.start : within.stop], (*calls[: within.start], *calls[within.stop :])
+    modules = [call.module for call in others]
+    if _ops_of([call for call in others if modules.count(call.module) > 1]) > _ops_of(rounds):
         return None
-    times = Counter(call.name for call in calls[start : start + length])
+    times = Counter(call.name for call in rounds[:length])
     names = ", ".join(name if times[name] == 1 else f"{name} ×{times[name]}" for name in times)
-    ends = [call.ops.stop for call in calls[start + length - 1 :: length]]
-    return parts_between(calls[start].ops.start, ends, f"rounds of calls: {names}")
+    ends = [call.ops.stop for call in rounds[length - 1 :: length]]
+    return parts_between(rounds[0].ops.start, ends, f"rounds of calls: {names}")
+
+
+def parts_of_replays(replays: Sequence[GraphReplay]) -> Parts:
+    """The parts of a program that replays CUDA graphs: from the end of a replay to that of the next, or of the next
+    round where it replays several graphs in turn, such as those of an encoder, a model and a decoder."""
+    ends, graphs = [replay.end for replay in replays], [replay.graph for replay in replays]
+    found = _rounds(graphs)
+    if found is None:
+        by_one = parts_between(ends[0], ends[1:], "replays of a CUDA graph")
+        return replace(by_one, may_prepare=_may_prepare(graphs))
+    within, length = found
+    ends = ends[within.start + length - 1 : within.stop : length]
+    return parts_between(ends[0], ends[1:], f"rounds of {length} replays of CUDA graphs")
+
+
+def parts_of_leading_class(start: int, calls: Sequence[OutermostCall]) -> Parts:
+    """The parts of a program without rounds, whose setup ends at `start`."""
+    name = leading_class(calls)
+    of_class = [call for call in calls if call.name == name]
+    found = parts_between(start, [call.ops.stop for call in of_class], f"calls of {name}")
+    return replace(found, may_prepare=_may_prepare([call.module for call in calls]))
 
 
 def leading_class(calls: Sequence[OutermostCall]) -> str:
@@ -99,19 +128,37 @@ def leading_class(calls: Sequence[OutermostCall]) -> str:
     return max(calls_of, key=lambda name: (len(calls_of[name]) > 1, _ops_of(calls_of[name])))
 
 
+def _may_prepare(called: list[Any]) -> bool:
+    """Whether rounds may yet be seen: what is called again has not gone on for three times the longest way from a call
+    to the next one of the same. (After two rounds they are seen; such a way is at most a round long.)"""
+    last: dict[int, int] = {}  # by the place of its first call
+    longest, begin = 0, len(called)
+    for place, first in enumerate(called.index(each) for each in called):
+        if first in last:
+            longest, begin = max(longest, place - last[first]), min(begin, first)
+        last[first] = place
+    return begin == len(called) or len(called) - begin < 3 * longest
+
+
 def _ops_of(calls: Sequence[OutermostCall]) -> int:
     return sum(len(call.ops) for call in calls)
 
 
-def _rounds(modules: list[object]) -> tuple[int, int] | None:
-    """Where the first round of calls starts, and how many calls make a round: the shortest sequence that is repeated up
-    to the end, after less than a round of other calls. None: there is none of several calls."""
-    for length in range(1, len(modules) // 2 + 1):
-        start = len(modules) - length
+def _rounds(modules: list[Any]) -> tuple[range, int] | None:
+    """The calls that are rounds, and how many make a round: the shortest sequence that is repeated up to the end, or
+    up to calls of modules that ran only there. Before it come less than a round of other calls, or calls of modules
+    that it does not have, such as an encoder or what fills a cache. None: there is none of several calls."""
+    stop = len(modules)
+    while stop and modules.index(modules[stop - 1]) == stop - 1:
+        stop -= 1
+    for length in range(1, stop // 2 + 1):
+        start = stop - length
         while start and modules[start - 1] == modules[start - 1 + length]:
             start -= 1
-        if start < length and len(modules) - start >= 2 * length:
-            turn = modules[start : start + length]
+        if stop - start < 2 * length:
+            continue
+        turn = modules[start : start + length]
+        if start < length or not any(module in turn for module in modules[:start]):
             part = next(part for part in range(1, length + 1) if turn[:part] * (length // part) == turn)
-            return (start, part) if part > 1 else None
+            return (range(start, stop), part) if part > 1 else None
     return None

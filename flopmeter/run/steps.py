@@ -5,7 +5,8 @@ each of them steps once in a step. Everything from one end to the next belongs t
 what the program does with the loss. Everything before the first forward pass that records gradients is setup. In a
 program that updates its weights without torch's optimizers a step is the time from one call of the outermost module
 that it trains to the next; where it trains tensors of no module, from one backward() to the next. In inference it is a
-call of the outermost module that the program calls most often, or a replay of its CUDA graph.
+call of the outermost module, or of the compiled function outside of modules, that the program calls most often, or a
+replay of its CUDA graph, or of several in turn.
 
 A program that was told to stop after some number of steps and only infers stops too: after that many calls, and after
 CALLS_WATCHED at least, so that what it calls now and then belongs to its rounds. While it may still train (it has made
@@ -27,6 +28,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -39,10 +41,12 @@ from flopmeter.records import DEFAULT_STREAM
 from flopmeter.run.own_code import OwnCode
 from flopmeter.run.patches import Patch, applied
 from flopmeter.run.step_parts import (
+    GraphReplay,
     OutermostCall,
     Parts,
-    leading_class,
     parts_between,
+    parts_of_leading_class,
+    parts_of_replays,
     parts_of_rounds,
     with_what_recurs,
 )
@@ -94,7 +98,8 @@ class Steps:
         self._ends: list[int] = []  # of marked steps
         self._warm_ups = 0  # of these, before a CUDA graph is captured
         self._calls: list[OutermostCall] = []
-        self._replays: list[int] = []  # where each replay of a CUDA graph ended
+        self._function_calls: list[OutermostCall] = []  # of compiled functions, outside of modules
+        self._replays: list[GraphReplay] = []
         self._optimizers, self._own_updates = Optimizers(now), OwnUpdates(has_backward)
         self._calls_before: list[OutermostCall] = []  # the first update: without gradients, of what it updates
         self._depth = 0
@@ -149,11 +154,14 @@ class Steps:
         if self._marker == NVTX + name:
             self._end()
 
-    def on_compiled_call(self, owner: nn.Module | Optimizer) -> Callable[[], None]:
-        """A module or an optimizer begins to run compiled, without hooks. Returns a function to call at its end."""
+    def on_compiled_call(self, owner: nn.Module | Optimizer | CodeType) -> Callable[[], None]:
+        """A module, an optimizer or a function begins to run compiled, without hooks. Returns a function to call at
+        its end."""
         if isinstance(owner, nn.Module):
             self._enter_module(owner, ())
             return functools.partial(self._leave_module, owner)
+        if isinstance(owner, CodeType):
+            return functools.partial(self._leave_function, owner, self._now(), len(self._calls))
         if self._marker not in (AUTO, OPTIMIZER):
             return lambda: None
         self._optimizers.begin()
@@ -161,7 +169,7 @@ class Steps:
 
     def on_replay(self, captured: range) -> None:
         """Called when a CUDA graph that captured these ops was replayed. If a step ended in them, one ends again."""
-        self._replays.append(self._now())
+        self._replays.append(GraphReplay(captured, self._now()))
         if any(captured.start < end <= captured.stop for end in self._ends):
             self._end()
         self._stop_inference()
@@ -176,9 +184,9 @@ class Steps:
             marked_by = f"calls of {self._own_updates.trained}, trained without an optimizer"
             return replace(parts_between(self._own_updates.start, ends, marked_by), ends_with_call=True)
         if self._replays and self._marker == AUTO:
-            return parts_between(self._replays[0], self._replays[1:], "replays of a CUDA graph")
-        if self._calls and self._marker in (AUTO, FORWARD):
-            return replace(self._parts_of_calls(total), ends_with_call=True)
+            return parts_of_replays(self._replays)
+        if self._marker in (AUTO, FORWARD) and (calls := self._calls_until(total)):
+            return replace(self._parts_of_calls(total, calls), ends_with_call=True)
         if len(self._backwards) > 1:  # after one alone anything may come
             return parts_between(0, self._backwards, "backward(), with neither an optimizer nor a module")
         return Parts(range(total), None, None, 0, "nothing")
@@ -197,15 +205,14 @@ class Steps:
             ends_with_call=self._marker == FORWARD,
         )
 
-    def _parts_of_calls(self, total: int) -> Parts:
+    def _parts_of_calls(self, total: int, calls: list[OutermostCall]) -> Parts:
         """If a program also evaluates, its steps are the calls that record gradients."""
         trains = self._has_backward(range(total))
-        calls = [call for call in self._calls if call.learns and trains] or self._calls
+        calls = [call for call in calls if call.learns and trains] or calls
         if self._marker == AUTO and (found := parts_of_rounds(calls)):
             return found
-        name = leading_class(calls)
-        ends = [call.ops.stop for call in calls if call.name == name]
-        return parts_between(self._calls_start or 0, ends, f"calls of {name}")
+        start = calls[0].ops.start if self._calls_start is None else min(self._calls_start, calls[0].ops.start)
+        return parts_of_leading_class(start, calls)
 
     def _end(self) -> None:
         self._ends.append(self._now())
@@ -240,7 +247,7 @@ class Steps:
     def _stop_inference(self) -> None:
         """A call or a replay has ended. Looked at less and less often, since telling rounds takes as long as there are
         calls."""
-        count = len(self._calls) + len(self._replays)
+        count = len(self._calls) + len(self._function_calls) + len(self._replays)
         if self._marker != AUTO or self._most is None or count < self._next_look:
             return
         self._next_look = count + max(1, count // 8)
@@ -263,11 +270,15 @@ class Steps:
 
     def _stop(self, only_infers: bool) -> None:
         """Called when a program without an optimizer has made as many steps as were asked for."""
-        if self._enough is None or self._enough[0].stopped_untrained != only_infers:
+        before, since_s = self._enough or (None, 0.0)
+        is_new = before is None or before.stopped_untrained != only_infers
+        if is_new or (before and before.may_prepare):
             parts = replace(self.parts(self._now()), stopped_untrained=only_infers)
-            self._enough = parts, time.monotonic()
+            if is_new or not parts.may_prepare:
+                since_s = time.monotonic()
+                self._enough = parts, since_s
         patience_s = self._patience_s(only_infers, self._own_code.may_take_times())
-        if time.monotonic() - self._enough[1] >= patience_s:
+        if time.monotonic() - since_s >= patience_s:
             self._is_stopped = True
             raise StepsDone
 
@@ -323,6 +334,20 @@ class Steps:
             if self._marker == FORWARD:
                 self._end()
             self._stop_inference()
+
+    def _leave_function(self, code: CodeType, start: int, calls: int) -> None:
+        """A compiled function that is no module's has run. Where modules ran in it one by one, their calls count."""
+        ops = range(start, self._now())
+        if self._is_outermost() and self._is_on_device(ops) and len(self._calls) == calls:
+            name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has none
+            self._function_calls.append(OutermostCall(weakref.ref(code), name, ops, False, False, False))
+            self._stop_inference()
+
+    def _calls_until(self, total: int) -> list[OutermostCall]:
+        """The calls that may be steps: of compiled functions, too, in a program that only infers."""
+        if not self._function_calls or self._has_backward(range(total)):
+            return self._calls
+        return sorted((*self._calls, *self._function_calls), key=lambda call: call.ops.start)
 
     def _untrained_calls(self) -> Iterator[OutermostCall]:
         """Calls without gradients of what the leading optimizer updates."""

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import yaml.representer
 from torch import Tensor
 from torch.optim import LBFGS
 
@@ -32,6 +33,21 @@ class StandInFloat(float):
     on_decision: ClassVar[Callable[[str], None]] = staticmethod(lambda where: None)
 
     __hash__ = float.__hash__
+
+    def __copy__(self) -> StandInFloat:
+        return self
+
+    def __deepcopy__(self, memo: object) -> StandInFloat:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type[float], tuple[float]]:
+        """In a file it is a plain number: `torch.load` and `torch.package` know no class of flopmeter's."""
+        return float, (float(self),)
+
+
+# PyYAML asks for the exact type.
+for _representer in (yaml.representer.SafeRepresenter, yaml.representer.Representer):
+    _representer.add_representer(StandInFloat, yaml.representer.SafeRepresenter.represent_float)
 
 
 def _computing(name: str) -> Any:

@@ -197,7 +197,8 @@ def memory_of(trace: Trace, device: Hardware | None = None, lives: Mapping[int, 
     parameters: of modules, with their buffers, and what optimizers update.
     gradients: of those and of inputs, from the op that computes them.
     optimizer state: what optimizers keep from step to step.
-    activations: made in a forward pass, or in its recomputation, and alive when a backward pass goes on.
+    activations: made in a forward pass, or in its recomputation, and alive when a backward pass goes on. Of what was
+        there before a part of a program: made so by a module, and freed in the part.
     inputs: what else was there before.
     temporaries: the rest, such as the gradients of activations.
     """
@@ -235,8 +236,9 @@ class _Categories:
             return known.role
         if number in self._gradients:
             return "gradients"
-        if life.born == BEFORE:
-            return "inputs"
+        if life.born == BEFORE:  # a part of a program may begin with a graph whose backward pass it runs
+            is_kept = known is not None and known.is_of_forward_pass and life.died is not None
+            return "activations" if is_kept and _is_alive_at_next(self._backward, life) else "inputs"
         phase = self._trace.ops[life.born].phase
         if phase == "optimizer" and _is_alive_at_next(self._not_optimizer, life):
             return "optimizer state"

@@ -14,6 +14,7 @@ CompiledRegion = Callable[[Op], Hashable | None]
 """Names the compiled region that an op belongs to; None for what runs eagerly."""
 
 _GRAPH_BREAKS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_RECURRENT = (aten._cudnn_rnn, aten._cudnn_rnn_backward)
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -25,16 +26,22 @@ def whole_program(op: Op) -> Hashable | None:
     return None if op.phase == "optimizer" or takes_batch else "program"
 
 
-def graphs_of(kernels: list[Kernel], region: CompiledRegion = whole_program) -> list[int | None]:
+def graphs_of(
+    kernels: list[Kernel], region: CompiledRegion = whole_program, *, is_traced: bool = True
+) -> list[int | None]:
     """The number of each kernel's graph, counted in order; None for a kernel that runs eagerly.
 
     A graph ends where the region ends, where forward turns into backward (or back) or into the optimizer, and at a
-    graph break: an op whose result decides what runs next (`item`, `nonzero`) or that no rule covers. A checkpoint's
-    recomputation is part of the backward graph.
+    graph break: an op whose result decides what runs next (`item`, `nonzero`) or that no rule covers, and where Dynamo
+    traces (not where a CUDA graph is captured) an RNN, LSTM or GRU, which it leaves to run eagerly unless
+    torch._dynamo.config.allow_rnn is set. A checkpoint's recomputation is part of the backward graph.
     Fusing changes neither the number of graphs nor their order.
     """
     breaks = functools.cache(_breaks_graph)  # calls are compared by identity
-    return numbered(None if breaks(kernel.op.call) else _place(kernel, region) for kernel in kernels)
+    return numbered(
+        None if breaks(kernel.op.call) or (is_traced and kernel.op.packet in _RECURRENT) else _place(kernel, region)
+        for kernel in kernels
+    )
 
 
 def numbered(places: Iterable[Hashable | None]) -> list[int | None]:
