@@ -1,0 +1,79 @@
+"""Kernels of torch's compiler: their FLOPs, bytes, names and lines, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flopmeter
+from flopmeter.records import Kernel
+
+FP32, INT32, INT64 = 4, 4, 8
+
+
+def on_meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, device="meta", dtype=dtype)
+
+
+def the_kernel(function: Callable[..., Any], *arguments: Tensor, **options: Any) -> Kernel:
+    """The only one of the compiled function."""
+    torch._dynamo.reset()
+    with flopmeter.FlopMeter("h100-sxm5-80gb", **options) as meter:
+        torch.compile(function)(*arguments)
+    (kernel,) = meter.report().kernels
+    return kernel
+
+
+def test_a_softmax_that_finds_maximum_and_sum_at_once_subtracts_and_exponentiates_twice():
+    """For each element: a difference, an exponential and an addition, then a difference, an exponential and a
+    quotient."""
+    kernel = the_kernel(lambda x: x.softmax(-1), on_meta(1024, 8192))
+    assert kernel.cost.flops == 6 * 1024 * 8192
+    assert kernel.cost.transcendentals == 2 * 1024 * 8192
+
+
+def test_a_fused_kernel_has_the_line_of_its_ops():
+    def doubled(x: Tensor) -> Tensor:
+        return (x * 2).relu()
+
+    line = doubled.__code__.co_firstlineno + 1
+    kernel = the_kernel(doubled, on_meta(64, 64), source=True)
+    source = kernel.op.source
+    assert source is not None
+    assert (Path(source.rpartition(":")[0]).name, int(source.rpartition(":")[2])) == (Path(__file__).name, line)
+
+
+@pytest.mark.parametrize(("dtype", "index_bytes"), [(torch.int32, INT32), (torch.int64, INT64)])
+def test_a_lookup_that_a_row_shares_reads_one_value_a_row(dtype: torch.dtype, index_bytes: int):
+    rows, columns = 64, 128
+    table, index = on_meta(1_000_000), on_meta(rows, dtype=dtype)
+    kernel = the_kernel(lambda x, t, i: x * t[i][:, None], on_meta(rows, columns), table, index)
+    assert kernel.cost.bytes_read == rows * columns * FP32 + rows * (index_bytes + FP32)
+    assert kernel.cost.bytes_written == rows * columns * FP32
+
+
+def test_what_a_crop_leaves_out_is_not_read_and_the_crop_is_named():
+    kernel = the_kernel(lambda x: F.pad(x, (-8, -8)) + 1, on_meta(64, 64))
+    assert kernel.cost.name == "fused(constant_pad_nd, add)"
+    assert kernel.cost.bytes_read == 64 * 48 * FP32
+
+
+@pytest.mark.parametrize(
+    "made", [lambda numbers: torch.tensor(numbers).cuda(), lambda numbers: torch.tensor(numbers, device="cuda")]
+)
+def test_constants_that_a_program_moves_to_the_gpu_are_there_before_its_compiled_code_runs(made):
+    numbers = [float(number) for number in range(64)]
+    torch._dynamo.reset()
+    with flopmeter.cuda("h100-sxm5-80gb") as device:
+        x = torch.randn(64, device="cuda")
+        added = torch.compile(lambda x: x + made(numbers))
+        for _ in range(3):
+            added(x)
+    (kernel,) = (kernel for kernel in device.report().step.kernels if kernel.op.graph is not None)
+    assert (kernel.cost.name, kernel.cost.bytes_read) == ("add", 2 * 64 * FP32)  # and no copy
