@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import flopmeter
 from flopmeter.records import Kernel
@@ -77,3 +77,35 @@ def test_constants_that_a_program_moves_to_the_gpu_are_there_before_its_compiled
             added(x)
     (kernel,) = (kernel for kernel in device.report().step.kernels if kernel.op.graph is not None)
     assert (kernel.cost.name, kernel.cost.bytes_read) == ("add", 2 * 64 * FP32)  # and no copy
+
+
+class Inner(nn.Module):
+    """Compiles a method of its own."""
+
+    @torch.compile
+    def halved(self, x: Tensor) -> Tensor:
+        return x * 0.5 + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.halved(x)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Inner()
+
+    @torch.compile
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).relu()
+
+
+def test_kernels_of_compiled_methods_belong_to_the_module_whose_method_it_is():
+    x = on_meta(64, 64)
+    paths = []
+    for net, call in ((Outer(), Outer.forward), (Outer().first, Inner.halved)):
+        torch._dynamo.reset()
+        with flopmeter.FlopMeter("h100-sxm5-80gb") as meter:
+            call(net, x)
+        paths.append([kernel.op.module.partition(".")[0] for kernel in meter.report().kernels])
+    assert paths == [["Outer"], ["Inner"]]
