@@ -109,3 +109,34 @@ def test_kernels_of_compiled_methods_belong_to_the_module_whose_method_it_is():
             call(net, x)
         paths.append([kernel.op.module.partition(".")[0] for kernel in meter.report().kernels])
     assert paths == [["Outer"], ["Inner"]]
+
+
+def test_modules_that_a_compiled_function_calls_have_the_paths_of_an_eager_call():
+    with torch.device("meta"):
+        net, x = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))), torch.empty(4, 64)
+
+    class Plain:
+        def __init__(self) -> None:
+            self.model = net
+
+        def call(self, x: Tensor) -> Tensor:
+            return self.model(x)
+
+    def paths(function: Callable[..., Any], *arguments: Any) -> list[str]:
+        torch._dynamo.reset()
+        with flopmeter.FlopMeter("h100-sxm5-80gb") as meter:
+            function(*arguments)
+        return [kernel.op.module for kernel in meter.report().kernels]
+
+    def closing_over_it(x: Tensor) -> Tensor:
+        return net(x)
+
+    def given_it(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x)
+
+    eager = paths(net, x)
+    assert eager == ["Sequential.0.0", "Sequential.0.1"]
+    assert paths(torch.compile(closing_over_it), x) == eager
+    assert paths(torch.compile(given_it), net, x) == eager
+    assert paths(torch.compile(Plain().call), x) == eager
+    assert paths(torch.compile(net), x) == eager

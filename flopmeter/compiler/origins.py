@@ -141,7 +141,16 @@ class _NodeWork(NamedTuple):
 def _origin_with(node: Any, work: _NodeWork, *, is_backward: bool) -> Origin:
     """An origin at the node's place in the program, with this work."""
     is_recomputed = is_backward and node.meta.get("partitioner_tag") == "is_forward"
-    return Origin(op_name(node), *work, _module(node), _source(node), _result_bytes(node), is_recomputed, _drawn(node))
+    return Origin(
+        op_name(node),
+        *work,
+        _module(node),
+        _source(node),
+        _result_bytes(node),
+        is_recomputed,
+        _drawn(node),
+        _path(node),
+    )
 
 
 def _drawn(node: Any) -> int:
@@ -264,13 +273,36 @@ def op_name(node: Any) -> str:
 
 def _module(node: Any) -> str:
     """The path of the node's module below the one that was compiled."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    stack = _stack(node)
     if not stack:
         return ""
-    path, _ = list(stack.values())[-1]
-    names = _NAME.findall(_ROOT.sub("", path))
+    path, _ = stack[-1]
+    return _joined(_names(_ROOT.sub("", path)))
+
+
+def _path(node: Any) -> str:
+    """The path of the node's module from the outermost one that the compiled function called, by its class."""
+    stack = _stack(node)
+    if not stack:
+        return ""
+    (outermost, kind), (path, _) = stack[0], stack[-1]
+    return _joined([getattr(kind, "__name__", str(kind)), *_names(path.removeprefix(outermost))])
+
+
+def _stack(node: Any) -> list[tuple[str, Any]]:
+    """The modules that led to the node, each with how it is reached and its class, from the outermost one on."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return list(stack.values()) if stack else []
+
+
+def _names(path: str) -> list[str]:
+    """The attributes on the way, from the function on that holds a module, if one does."""
+    names = _NAME.findall(path)
     below = max((place + 1 for place, name in enumerate(names) if name in _FUNCTION_PARTS), default=0)
-    names = names[below:]
+    return names[below:]
+
+
+def _joined(names: list[str]) -> str:
     return ".".join(name for name in names if name not in _WRAPPERS)
 
 

@@ -101,7 +101,7 @@ class Replay:
         for number in written:
             self._forget(present[number])
         main, call = step.main, self._told(step, running.known, running.bodies)
-        module = ".".join(filter(None, (running.root, main.module if main else "")))
+        module = running.root if main is None else _module_path(running.root, main)
         is_again = step.kernel is not None and _is_recomputation(step.kernel.origins)
         phase: Phase = "recompute" if is_again else running.phase
         self._recorder.launch(call, present, module, phase, running.sources.of(main), running.number, written)
@@ -190,6 +190,11 @@ def _sizes_of(held: Any) -> tuple[Any, ...]:
 def _allocate(placed: Placed) -> Tensor:
     with no_dispatch_modes():
         return torch.empty_strided(placed.shape, placed.stride, dtype=placed.dtype, device=placed.device)
+
+
+def _module_path(root: str, origin: Origin) -> str:
+    """`root`: of the module whose method was compiled; '' where it was a function of none."""
+    return ".".join(filter(None, (root, origin.module))) if root else origin.path
 
 
 def _scratch() -> Tensor:

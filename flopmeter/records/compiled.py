@@ -26,6 +26,7 @@ class Origin(NamedTuple):
     result_bytes: int = 0
     is_recomputed: bool = False  # a forward op that the partitioner moved into the backward graph
     random_numbers: int = 0  # that it draws
+    path: str = ""  # of its module, from the class of the outermost one in the graph on: for a function of no module
 
 
 @dataclass(frozen=True, slots=True, eq=False)
