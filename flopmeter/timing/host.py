@@ -38,12 +38,12 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
     nodes = launches.nodes.of_backward * host.node_seconds
     running: int | None = None
     called: int | None = None  # of the compiler's graphs, several of which may be priced as one
+    hooked: Op | None = None  # an op may have several kernels
     for kernel, graph in zip(launches.kernels, launches.graphs, strict=True):
         op, cost, outside, is_replayed = kernel.op, kernel.cost, 0.0, False
         if graph is None or op.graph not in (None, called):
             outside = host.before_op_seconds(kernel.views, kernel.module_calls)
             outside += kernel.dtensor_ops * host.dtensor_op_seconds
-        outside += _hook_seconds(op, host)
         called = op.graph
         if graph is None:
             step = op_seconds(cost, host)
@@ -60,15 +60,16 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
             if graph != running:
                 tensors = (launches.tensors or {}).get(graph, 0)
                 step += host.relative_time * (mode.graph_call_seconds + tensors * mode.graph_tensor_seconds)
-        running = graph
+        if op is not hooked and not is_replayed:
+            outside += _hook_seconds(op, host)
+        running, hooked = graph, op
         steps.append(HostStep(step + outside, 0.0 if is_replayed else further_seconds(cost, hardware, host)))
     return steps
 
 
 def _hook_seconds(op: Op, host: Host) -> float:
     """What FSDP2's hooks take around the op. Dynamo leaves them out of its graphs."""
-    namespace = op.call.func.namespace
-    if namespace != "fsdp":
+    if op.call.func.namespace != "fsdp":
         return 0.0
     if op.call.name == FSDP_GATHER:
         return host.fsdp_gather_seconds(len(op.call.argument("all_gather_inputs")))
