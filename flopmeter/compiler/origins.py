@@ -80,15 +80,27 @@ def _passes_on(target: Any) -> bool:
 
 def op_without_node(operation: Any) -> OpOverload | None:
     """The op of a library call that one of inductor's patterns put in place of the program's ops, such as the matmul
-    with int8 weights. None if aten has no such op, or if it takes lists of tensors or writes into one."""
+    with int8 weights. None if aten has no such op, if it takes lists of tensors, or if it writes into one that it does
+    not return."""
     found = getattr(operation, "op_overload", None)
     if found is None:
         name = (getattr(operation, "python_kernel_name", None) or "").rpartition(".")[2]
         found = getattr(getattr(torch.ops.aten, name, None), "default", None) if name else None
-    if not isinstance(found, OpOverload) or found._schema.is_mutable:
+    if not isinstance(found, OpOverload) or (found._schema.is_mutable and not returned_arguments(found)):
         return None
     tensors = [argument.type for argument in of_tensors(found._schema.arguments)]
     return found if all(isinstance(kind, torch.TensorType) for kind in tensors) else None
+
+
+def returned_arguments(op: OpOverload) -> set[str]:
+    """The names of the arguments that an op writes into and returns, as `copy_` does."""
+    returned = [each.alias_info.before_set for each in op._schema.returns if each.alias_info is not None]
+    return {
+        argument.name
+        for argument in op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        if any(argument.alias_info.before_set & each for each in returned)
+    }
 
 
 def is_work(node: Any) -> bool:
@@ -124,9 +136,9 @@ def uncounted_origin(operation: Any) -> Origin:
 
 def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
     """The origin of a node's work. `call` is the node's call, if the caller has it."""
-    work, kept = _work(node, call), _kept_class(node.target, node.meta.get("original_aten"))
-    if kept and work.op_class not in (CONTRACTION, UNCOUNTED):
-        work = work._replace(op_class=kept, flops=tuple((kept, count) for _, count in work.flops))
+    work = _work(node, call)
+    if work.op_class not in (CONTRACTION, UNCOUNTED):
+        work = _work_of_original(node, work)
     return _origin_with(node, work, is_backward=is_backward)
 
 
@@ -249,16 +261,23 @@ def _result_bytes(node: Any) -> int:
     return sum(traced_size(each.numel()) * each.dtype.itemsize for each in held if isinstance(each, torch.Tensor))
 
 
-def _kept_class(target: Any, original: Any) -> str | None:
-    """The class that the parts of a decomposed op keep: a layer norm's mean is normalization. With coordinate
-    descent tuning inductor writes a contraction of one row as a product and a sum: both are contraction."""
-    if not isinstance(original, OpOverload):
-        return None
-    found = RULES.get(original) or RULES.get(original.overloadpacket)
-    if found is not None and found.__module__ in (normalization.__name__, softmax.__name__):
-        return NORMALIZATION
-    is_product = found is not None and found.__module__ == matmul.__name__
-    return CONTRACTION if is_product and target.overloadpacket in (aten.mul, aten.sum) else None
+def _work_of_original(node: Any, work: _NodeWork) -> _NodeWork:
+    """The parts of a decomposed op keep its class: a layer norm's mean is normalization. Inductor writes a contraction
+    of one row (with coordinate descent tuning), of vectors, or over one element, as a product and its sum: the product
+    has the multiply-adds of both."""
+    original = node.meta.get("original_aten")
+    found = RULES.get(original) or RULES.get(original.overloadpacket) if isinstance(original, OpOverload) else None
+    if found is None:
+        return work
+    if found.__module__ in (normalization.__name__, softmax.__name__):
+        return work._replace(op_class=NORMALIZATION, flops=tuple((NORMALIZATION, count) for _, count in work.flops))
+    if found.__module__ != matmul.__name__ or node.meta["val"].is_complex():
+        return work
+    if node.target.overloadpacket is aten.sum:
+        return _NodeWork(CONTRACTION)
+    if node.target.overloadpacket is aten.mul and all(isinstance(each, torch.fx.Node) for each in node.args):
+        return _NodeWork(CONTRACTION, ((CONTRACTION, 2 * traced_size(node.meta["val"].numel())),))
+    return work
 
 
 def op_name(node: Any) -> str:

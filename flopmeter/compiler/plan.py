@@ -3,7 +3,7 @@ and those that are freed after them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from flopmeter.compiler.origins import (
     origin_without_node,
     origins_of,
     own_node,
+    returned_arguments,
     uncounted_origin,
 )
 from flopmeter.compiler.placing import GraphBuffers, Placed
@@ -41,6 +42,7 @@ from flopmeter.trace.recorder import Recorder
 compiled_kernel = own_overloads.compiled_kernel.default
 """The op that stands for a kernel that inductor wrote; `kernel` holds a CompiledKernel."""
 
+UNREAD = "unread"  # ends the names of buffers that inductor has not, of results that nobody reads
 CONVOLVED = 2  # tensors that a convolution takes before its bias
 
 
@@ -147,8 +149,9 @@ class _Planner:
         return Plan(tuple(self._graph.graph_input_names), steps, outputs, known, flex.Masks(masked, self._sizes))
 
     def _step(self, node: Any) -> PlanStep:
-        frees = tuple(dict.fromkeys(self._buffers.base(name) for name in node.last_usage))
         made = self._made(node)
+        read_last = (*map(self._buffers.base, node.last_usage), *(each for each in made.names if each.endswith(UNREAD)))
+        frees = tuple(dict.fromkeys(read_last))
         if isinstance(node.node, self._ir.DeviceCopy) and _is_host(node):  # what the program reads there is not known
             raise DataDependentError("aten._to_copy.default")
         is_free = isinstance(node, names.NOP_NODE.value) or isinstance(
@@ -315,6 +318,7 @@ class _Planner:
         args = with_groups(fx.target, tuple(map(argument, given)))
         kwargs = {name: argument(value) for name, value in fx.kwargs.items()}
         outputs = tuple(placed.spec(numbers) for placed in self._results(kernel, fx))
+        outputs = outputs or tuple(_returned(fx.target, args, kwargs))
         # Equal calls, such as those of equal layers, are one, which is priced once.
         key = (fx.target, args, tuple(kwargs.items()), tuple(inputs), outputs)
         call = self._calls.setdefault(key, Call(fx.target, args, kwargs, tuple(inputs), outputs))
@@ -338,20 +342,32 @@ class _Planner:
 
         args = tuple(map(argument, op._schema.arguments))
         results = self._parts.get(kernel.get_name()) or [kernel]  # an op with several results has each in a buffer
-        outputs = tuple(self._buffers.base_of(each).spec(numbers) for each in results)
+        made = (self._buffers.of(each) for each in results if _has_memory(each, self._ir))
+        outputs = tuple(placed.spec(numbers) for placed in made) or tuple(_returned(op, args, {}))
         return Call(op, args, {}, tuple(inputs), outputs), tuple(numbers)
 
     def _results(self, kernel: Any, fx: Any) -> Iterator[Placed]:
-        """What the op returns, unread results included."""
-        held = [value for value in _flat((fx.meta.get("val"),)) if isinstance(value, torch.Tensor)]
-        parts = self._parts.get(kernel.get_name(), [])
-        if not parts:
-            if _has_memory(kernel, self._ir):
-                yield self._buffers.base_of(kernel)
-            elif not fx.target._schema.is_mutable:
-                yield from (self._buffers.like(value, f"{kernel.get_name()}.out") for value in held)
+        """What the op returns, unread results included, each where it lies: it may be a part of a larger buffer."""
+        parts = {_place(part, self._ir): part for part in self._parts.get(kernel.get_name(), [])}
+        if not parts and _has_memory(kernel, self._ir):
+            yield self._buffers.of(kernel)
             return
-        yield from (self._buffers.base_of(part) for part in parts)
+        returned = dict(_tensors_in(fx.meta.get("val")))
+        if not parts.keys() <= returned.keys():  # inductor returns them in a form of its own
+            yield from map(self._buffers.of, parts.values())
+            return
+        for place, value in returned.items():
+            if place in parts:
+                yield self._buffers.of(parts[place])
+            elif not fx.target._schema.is_mutable:
+                yield self._buffers.like(value, ".".join((kernel.get_name(), *map(str, place), UNREAD)))
+
+    def _unread(self, node: Any) -> Iterator[Placed]:
+        """The results of a library's op that nobody reads, where others are read: they are there while it runs."""
+        fx = own_node(node.node) if _name_of(node) in self._parts else None
+        for placed in self._results(node.node, fx) if fx is not None else ():
+            if placed.buffer.endswith(UNREAD) and placed.device == "meta":
+                yield placed
 
     def _made(self, node: Any) -> Made:
         sources, placed = self._lowered.memory_taken, tuple(self._new_buffers(node))
@@ -374,6 +390,7 @@ class _Planner:
             if base not in self._allocated:
                 self._allocated.add(base)
                 yield self._buffers.whole(base)
+        yield from self._unread(node)
 
     def _output(self, ir: Any) -> Placed | str | Constant:
         if isinstance(ir, self._ir.ShapeAsConstantBuffer):
@@ -388,6 +405,31 @@ class _Planner:
         while isinstance(part, self._ir.MultiOutput):
             part = part.inputs[0]
         return part.get_name()
+
+
+def _tensors_in(value: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """The tensors in what an op returns, each with its place in lists of lists."""
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            yield from _tensors_in(each, (*place, number))
+
+
+def _place(part: Any, ir: Any) -> tuple[int, ...]:
+    """The place of a result of inductor's in what the op returns."""
+    source = part.inputs[0]
+    before = _place(source, ir) if isinstance(source, ir.MultiOutput) else ()
+    return (*before, *(number for _, number in part.indices))
+
+
+def _returned(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[TensorSpec]:
+    """The arguments that an op writes into and returns."""
+    written = returned_arguments(op)
+    for number, argument in enumerate(op._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        if argument.name in written and isinstance(value, TensorSpec):
+            yield value
 
 
 def _in_full(specs: Iterable[TensorSpec]) -> tuple[Region, ...]:

@@ -11,7 +11,7 @@ from flopmeter.compiler.plan import compiled_kernel
 from flopmeter.costs import make_cost
 from flopmeter.costs.fused import flops_of, grid_of, slowest_class, vector_work, walk_of
 from flopmeter.costs.rules import rule
-from flopmeter.records import MOVEMENT, UNCOUNTED, Call, CompiledKernel, Cost, Reread
+from flopmeter.records import CONTRACTION, MOVEMENT, UNCOUNTED, Call, CompiledKernel, Cost, Reread
 
 
 @rule(compiled_kernel)
@@ -29,6 +29,7 @@ def fused(call: Call) -> Cost:
         name=kernel.name,
         flops_by_class=flops,
         transcendentals=sum(origin.transcendentals for origin in kernel.origins),
+        loop_macs=sum(count for name, count in flops if name == CONTRACTION) // 2,
         conversions=_conversions(kernel) if any(count for _, count in flops) else 0,
         work=vector_work(
             _walk_of(kernel),

@@ -73,6 +73,7 @@ class Cost:
     dtype: str  # of the inputs: it decides the unit that computes ('fp32', 'bf16', 'int8', ...)
     work: KernelWork  # what sort of kernel it is, and what the time model of that sort needs
     transcendentals: int = 0  # how many of the FLOPs are exp, log, tanh, erf, sqrt, sin, ...
+    loop_macs: int = 0  # multiply-adds of products that the compiler writes as loops
     conversions: int = 0  # elements of one byte that the kernel makes floating-point ones of, and computes with
     fused_multiply_add: bool = False  # all FLOPs except those of matmuls are multiply-adds
     access: Access | None = None  # None: that of the op class

@@ -124,7 +124,7 @@ class Report:
     @cached_property
     def macs(self) -> int:
         """Multiply-adds of contractions and attention."""
-        return sum(kernel.cost.macs for kernel in self.kernels)
+        return sum(kernel.cost.macs + kernel.cost.loop_macs for kernel in self.kernels)
 
     @property
     def peak_memory_bytes(self) -> int:
