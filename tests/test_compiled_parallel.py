@@ -81,6 +81,18 @@ def test_async_tensor_parallelism_of_a_graph_counts_every_product_and_says_that_
     assert [note for note in pipelined.notes if note.startswith("_micro_pipeline_tp:")]
 
 
+def test_scheduling_that_would_time_products_leaves_collectives_where_they_are_and_says_so(
+    step: flopmeter.Report,
+) -> None:
+    """Before, its graphs ran eagerly, with a note of a ZeroDivisionError: it also counts the GPUs of this machine."""
+    setting = "aten_distributed_optimizations.enable_overlap_scheduling"
+    with config.patch({setting: True}):
+        scheduled = steady_step()
+    assert (scheduled.macs, scheduled.bytes_read) == (step.macs, step.bytes_read)
+    assert not [note for note in scheduled.notes if note.startswith("not compiled")]
+    assert [note for note in scheduled.notes if note.startswith(f"{setting}:")]
+
+
 BLOCKS = 2
 
 
@@ -210,3 +222,18 @@ def test_a_compiled_layer_that_sums_over_ranks_has_the_products_of_an_eager_one(
     for report in (eager, compiled):
         kinds = [each.kind for kernel in report.kernels if (each := kernel.cost.collective)]
         assert kinds == ["all_reduce", "all_reduce"]  # of the result, and of the gradient of x
+
+
+def test_inductors_buckets_are_one_collective_each() -> None:
+    """Three sums that do not depend on each other; torch's buckets put them together."""
+
+    def sums(x: Tensor, w: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+        made = (x @ w, w @ x, w @ w)
+        return [functional.all_reduce(each, "sum", group) @ x for each in made]
+
+    x, w = torch.empty(2, N, N, device="meta")
+    with world(2) as mesh, config.patch(bucket_all_reduces_fx="all"), flopmeter.FlopMeter("h100-sxm5-80gb") as meter:
+        torch.compile(sums)(x, w, mesh.get_group())
+    report = meter.report()
+    found = [(each.kind, each.nbytes) for kernel in report.kernels if (each := kernel.cost.collective)]
+    assert (report.macs, found) == (6 * N**3, [("all_reduce", 3 * 4 * N**2)])

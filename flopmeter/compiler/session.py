@@ -42,6 +42,7 @@ from flopmeter.trace.recorder import Recorder
 WITHOUT_DEVICE = {"shape_padding": False, "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1}
 AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization": False}
 MICRO_PIPELINE = "_micro_pipeline_tp"  # asynchronous tensor parallelism
+OVERLAP_SCHEDULING = "aten_distributed_optimizations.enable_overlap_scheduling"
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
 # torch warns of hooks on all modules. They are the meter's, which a compiled call does not see (hooks_hidden).
@@ -82,7 +83,7 @@ class Session:
         self._breaks = Breaks(lambda: self._is_here)
         self._answers = GpuAnswers(device, lambda: self._is_here)
         self._reason: str | None = None  # of the compilation that runs
-        self._is_micro_pipelined = self._has_regions = False
+        self._is_micro_pipelined = self._is_overlap_scheduled = self._has_regions = False
         self._not_measured: dict[str, None] = {}  # settings by which inductor would measure on the device
         self._regions = 0
         self._region: int | None = None  # of a graph that runs eagerly now, for the rules to fuse
@@ -129,6 +130,11 @@ class Session:
             yield (
                 f"{MICRO_PIPELINE}: collectives and products of a compiled graph are counted one after another; in"
                 " parts that overlap they would take less"
+            )
+        if self._is_overlap_scheduled:
+            yield (
+                f"{OVERLAP_SCHEDULING}: inductor would time products on the GPU, order collectives by them and put"
+                " some together; without one, they stay as the graph has them"
             )
         if self._has_regions:
             yield "nested_compile_region: compiled as a part of the graph around it, into which its kernels may fuse"
@@ -240,11 +246,13 @@ class Session:
 
     def _settings(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Inductor's settings without what needs a device. Notes for the report what the program has asked for."""
-        config = names.INDUCTOR_CONFIG.owner
-        self._not_measured |= dict.fromkeys(name for name in MEASURES if asked.get(name, getattr(config, name)))
-        self._is_micro_pipelined |= asked.get(MICRO_PIPELINE, getattr(config, MICRO_PIPELINE, False))
+        set_now = functools.partial(_setting, names.INDUCTOR_CONFIG.owner, asked)
+        self._not_measured |= dict.fromkeys(filter(set_now, MEASURES))
+        self._is_micro_pipelined |= bool(set_now(MICRO_PIPELINE))
+        self._is_overlap_scheduled |= bool(set_now(OVERLAP_SCHEDULING))
         # The ops of micro-pipelining need symmetric memory to be lowered into kernels.
-        return {**asked, **WITHOUT_DEVICE, **dict.fromkeys((*MEASURES, MICRO_PIPELINE), False)}
+        off = (*MEASURES, MICRO_PIPELINE, *filter(set_now, (OVERLAP_SCHEDULING,)))  # not every torch has the last
+        return {**asked, **WITHOUT_DEVICE, **dict.fromkeys(off, False)}
 
     @undisturbed  # a backward graph is compiled when it is first called
     def _compile(
@@ -346,6 +354,12 @@ class Session:
 
     def _note_failure(self, function: str, error: Exception) -> None:
         self._compilation.failures[f"{function}: {text_of(error)}"] = None
+
+
+def _setting(config: Any, asked: dict[str, Any], name: str) -> Any:
+    """A setting of inductor's, which may be part of a group; None if this torch has it not."""
+    set_for_all = functools.reduce(lambda held, part: getattr(held, part, None), name.split("."), config)
+    return asked.get(name, set_for_all)
 
 
 class _Entered:
