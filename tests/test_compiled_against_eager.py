@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from flopmeter import FlopMeter, Report
+from flopmeter.compiler import replay
 
 N, ITEM = 64, 4  # of the matrices, and the bytes of an element
 MATRIX = ITEM * N**2
@@ -156,3 +158,33 @@ def test_a_row_times_a_matrix_has_its_multiply_adds_with_coordinate_descent_tuni
         report = metered(decode, compiled=True)
     assert not moved(report, "mm")
     assert 2 * report.macs == counted.get_total_flops() == 2 * N**2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_a_graph_whose_kernels_cannot_be_planned_runs_eagerly_with_a_note(
+    monkeypatch: pytest.MonkeyPatch, fails_in: str, dynamic: bool
+) -> None:
+    plain = replay.plan_of
+
+    def fails(*args: Any, is_backward: bool) -> Any:
+        if is_backward == (fails_in == "backward"):
+            raise RuntimeError("no such plan")
+        return plain(*args, is_backward=is_backward)
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return torch.sin(x @ w) @ w
+
+    def run(compiled: bool) -> Report:
+        torch._dynamo.reset()
+        x, w = meta(N, N).requires_grad_(), meta(N, N).requires_grad_()
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            (torch.compile(step, dynamic=dynamic) if compiled else step)(x, w).sum().backward()
+        assert x.grad is not None
+        return meter.report()
+
+    eager = run(compiled=False)
+    monkeypatch.setattr(replay, "plan_of", fails)
+    compiled = run(compiled=True)
+    assert compiled.macs == eager.macs == 6 * N**3
+    assert [note for note in compiled.notes if "not compiled" in note and "no such plan" in note]

@@ -3,8 +3,9 @@ would free."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
 from typing import Any, NamedTuple
@@ -49,8 +50,11 @@ class Replay:
         self._plans: dict[tuple[tuple[Any, int], ...], Plan] = {}
         self._paths = _Paths(recorder, meet)
         self._calls: dict[tuple[Call, FlexBody | None, tuple[int, ...] | None], Call] = {}
-        if not any(getattr(size, "free_symbols", None) for _, held in self._inputs for size in _sizes_of(held)):
-            self._plan(())
+
+    def plan_for(self, inputs: Sequence[Any]) -> None:
+        """Makes the plan for the sizes that the graph was traced with, while the program can still do without it."""
+        with contextlib.suppress(_NoHintError):
+            self._plan(tuple(sorted(self._symbols(inputs), key=str)))
 
     def __call__(self, args: list[Any]) -> list[Any]:
         plan = self._plan(tuple(sorted(self._symbols(args), key=str)))
@@ -140,7 +144,7 @@ class Replay:
                 self._graph.kernels, self._graph.uncounted = plan.kernels, uncounted_in(plan.written)
         return plan
 
-    def _symbols(self, args: list[Any]) -> Iterator[tuple[Any, int]]:
+    def _symbols(self, args: Sequence[Any]) -> Iterator[tuple[Any, int]]:
         """What the symbols in sizes stand for in this call."""
         known = set()
         for (_, held), value in zip(self._inputs, args, strict=True):
@@ -148,7 +152,7 @@ class Replay:
             for expression, number in zip(_sizes_of(held), numbers, strict=False):
                 if getattr(expression, "is_Symbol", False) and expression not in known:
                     known.add(expression)
-                    yield expression, int(number)
+                    yield expression, _number(number)
 
     def _saved_bytes(self, plan: Plan, results: list[Any]) -> int:
         """Bytes that the forward graph made and returns only for the backward graph."""
@@ -185,6 +189,19 @@ def _sizes_of(held: Any) -> tuple[Any, ...]:
         return (held,)
     layout = held.maybe_get_layout()  # none for an object, such as a process group
     return () if layout is None else (*layout.size, *layout.stride)
+
+
+class _NoHintError(Exception):
+    """A size of a traced tensor depends on values."""
+
+
+def _number(size: Any) -> int:
+    """A size in numbers; of a traced tensor, the one that it was traced with."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    if size.node.hint is None:
+        raise _NoHintError
+    return int(size.node.hint)
 
 
 def _allocate(placed: Placed) -> Tensor:

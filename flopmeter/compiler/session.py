@@ -272,20 +272,21 @@ class Session:
         try:
             with self._around_tracing(), posing(self._device), triton_kernels.without_device():
                 lowered = lower(module, inputs, options)
+            graph = start(
+                number=len(graphs),
+                part=part,
+                breaks=() if is_backward else breaks,
+                replays=bool(getattr(cudagraphs, "value", cudagraphs)),
+            )
+            replay = Replay(lowered, graph, self._recorder, self._forget, self._meet)
+            replay.plan_for(inputs)
         except Exception as error:
             if as_it_was is None:  # the whole function runs eagerly
                 raise
             self._note_failure(start.keywords["function"], error)
             unpose(as_it_was)
             return self._eagerly(as_it_was)
-        graph = start(
-            number=len(graphs),
-            part=part,
-            breaks=() if is_backward else breaks,
-            replays=bool(getattr(cudagraphs, "value", cudagraphs)),
-        )
         graphs.append(graph)
-        replay = Replay(lowered, graph, self._recorder, self._forget, self._meet)
         setattr(replay, names.BOXED, True)
         return replay
 
