@@ -317,8 +317,8 @@ class _Planner:
             given = (*given[:CONVOLVED], None, *given[CONVOLVED + 1 :])
         args = with_groups(fx.target, tuple(map(argument, given)))
         kwargs = {name: argument(value) for name, value in fx.kwargs.items()}
-        outputs = tuple(placed.spec(numbers) for placed in self._results(kernel, fx))
-        outputs = outputs or tuple(_returned(fx.target, args, kwargs))
+        outputs = tuple(_returned(fx.target, args, kwargs))
+        outputs = outputs or tuple(placed.spec(numbers) for placed in self._results(kernel, fx))
         # Equal calls, such as those of equal layers, are one, which is priced once.
         key = (fx.target, args, tuple(kwargs.items()), tuple(inputs), outputs)
         call = self._calls.setdefault(key, Call(fx.target, args, kwargs, tuple(inputs), outputs))
@@ -343,7 +343,7 @@ class _Planner:
         args = tuple(map(argument, op._schema.arguments))
         results = self._parts.get(kernel.get_name()) or [kernel]  # an op with several results has each in a buffer
         made = (self._buffers.of(each) for each in results if _has_memory(each, self._ir))
-        outputs = tuple(placed.spec(numbers) for placed in made) or tuple(_returned(op, args, {}))
+        outputs = tuple(_returned(op, args, {})) or tuple(placed.spec(numbers) for placed in made)
         return Call(op, args, {}, tuple(inputs), outputs), tuple(numbers)
 
     def _results(self, kernel: Any, fx: Any) -> Iterator[Placed]:
