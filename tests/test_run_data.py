@@ -390,6 +390,17 @@ def test_a_program_that_updates_its_weights_by_itself_stops_after_its_steps():
     )  # both halves, one of them again, and the gradient of the weight
 
 
+def test_a_program_that_wants_gradients_of_its_inputs_is_not_said_to_train():
+    """As integrated gradients do; the batch norm's averages move, and the weights stay."""
+    with flopmeter.cuda(A100, steps=3) as device:
+        model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda()
+        for _ in range(40):
+            x = torch.zeros(8, 64, device="cuda", requires_grad=True)
+            model(x).sum().backward()
+            x.grad.abs_()
+    assert device.report().parts.marked_by == "calls of Sequential, with backward passes and no optimizer"
+
+
 def test_a_layer_that_is_called_to_build_the_model_marks_no_step():
     """As Keras does, which calls each layer once for its shapes, and updates weights by itself."""
     with flopmeter.cuda("h100-sxm5-80gb", steps=3) as device:

@@ -98,8 +98,9 @@ class ScriptSession:
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
         self.takes_times = False
         self.steps = Steps(
-            self.now, wishes.marker, wishes.steps, self._has_backward, self.is_on_device, _say, self._patience_s
-        )
+            self.now, wishes.marker, wishes.steps, self._has_backward, self._updates_weights, self.is_on_device, _say,
+            self._patience_s,
+        )  # fmt: skip
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
         self._replays = 0
@@ -112,6 +113,11 @@ class ScriptSession:
 
     def _has_backward(self, ops: range) -> bool:
         return any(self.meter.trace.ops[number].phase == "backward" for number in ops)
+
+    def _updates_weights(self, ops: range) -> bool:
+        trace = self.meter.trace
+        written = (op for op in trace.ops[ops.start : ops.stop] if not op.module and op.call.func._schema.is_mutable)
+        return any(trace.storages[number].role == "parameters" for op in written for number in op.reads)
 
     def is_on_device(self, ops: range) -> bool:
         calls = (self.meter.trace.ops[number].call for number in ops)
