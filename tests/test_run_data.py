@@ -574,3 +574,25 @@ def test_a_checkpoint_that_is_not_here_is_one_line_or_leaves_the_model_as_it_was
     out, err = capsys.readouterr()
     assert out == "0\n1\n"  # the third step ends the run
     assert "nowhere/last.ckpt is not here (FileNotFoundError): its model keeps the weights that it was made" in err
+
+
+BUILT_ON_META = """
+import torch
+
+with torch.device("meta"):
+    model = torch.nn.Linear(1024, 1024)
+model.load_state_dict(torch.load("weights.pt", map_location=WHERE), assign=True)
+assert model.weight.device.type == WHERE, model.weight.device
+model.cuda()
+print(torch.cuda.memory_allocated())
+model(torch.zeros(1, 1024).cuda())
+"""
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_weights_that_are_not_here_take_the_place_of_those_on_meta(where, tmp_path, monkeypatch, capsys):
+    """As Wan and Flux load theirs: the model is made on the device meta, and a file's tensors are put into it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "infer.py").write_text(BUILT_ON_META.replace("WHERE", repr(where)))
+    assert main(["run", "--without-weights", "infer.py"]) == 0
+    assert int(capsys.readouterr().out) == 4 * (1024 * 1024 + 1024)
