@@ -34,6 +34,7 @@ from flopmeter.launch.scaled_matmul import check_scales
 from flopmeter.metered_run import Causal, Memo, MeteredRun, PricedInstead
 from flopmeter.records import Call, Clocks, Kernel, Trace
 from flopmeter.records.traces import part_of
+from flopmeter.report.other_threads import missed_copies
 from flopmeter.report.ran import ran_of
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_calls, unfused_notes
@@ -170,7 +171,7 @@ class FlopMeter:
         self._session = None
         if emulation and not by_rules:
             self._session = undo.enter_context(self._new_session(emulation, recorder, values))
-        self._other_threads = undo.enter_context(other_threads.OtherThreads(values))
+        self._other_threads = undo.enter_context(other_threads.OtherThreads(values, lambda: len(recorder.trace.ops)))
 
     def __exit__(self, *exception: Any) -> None:
         if not overlap.is_open(self):
@@ -263,8 +264,8 @@ class FlopMeter:
         )  # fmt: skip
         return MeteredRun(
             trace=trace, kernels=kernels, kernels_of=on_device, hardware=device, cluster=cluster, host=host,
-            causal=self._causal, clocks=self._clocks, assumptions=assumed, caution=self._caution(ops), notes=notes,
-            ran=ran_of(trace, device), known=known, dollars_per_kwh=self._dollars_per_kwh,
+            causal=self._causal, clocks=self._clocks, assumptions=assumed, caution=self._caution(ops, device),
+            notes=notes, ran=ran_of(trace, device), known=known, dollars_per_kwh=self._dollars_per_kwh,
             unfused=unfused_calls(self._emulation, target_of(device)),
         )  # fmt: skip
 
@@ -279,11 +280,12 @@ class FlopMeter:
         notes += [*self._not_metered(), *lost(AOT_INDUCTOR, PROPAGATION, BUFFERS, DOUBLE_BACKWARD, PYTHON_OPS)]
         return tuple(dict.fromkeys(notes))
 
-    def _caution(self, ops: range | None) -> str:
+    def _caution(self, ops: range | None, device: Hardware) -> str:
         """What the reader must know before believing the time of these ops."""
         if self._recorder and self._recorder.modules.missed:
             return other_threads.caution(self._recorder.modules)
-        return guess_of_length(self._assumed_in(ops))
+        copies = [copy for copy in self._other_threads.copies if ops is None or ops.start <= copy.after < ops.stop]
+        return guess_of_length(self._assumed_in(ops)) or missed_copies(copies, device)
 
     def _not_metered(self) -> Iterator[str]:
         modules = self._recorder.modules.missed if self._recorder else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 from flopmeter import EmptyProgramError, FlopMeter
+from flopmeter.known_values.assumptions import Assumptions
 
 
 def meta(*shape: int) -> torch.Tensor:
@@ -286,6 +288,33 @@ def leave_in_turn(first: Callable[[], Any], second: Callable[[], Any]) -> None:
     one.start()
     other.start()
     other.join(10)
+
+
+def test_weights_that_another_thread_moves_are_said_with_their_time_on_the_link() -> None:
+    """As block swapping does: 2 x 64 MiB over an A100's PCIe 4, of whose 32 GB/s 88 % are reached."""
+
+    def swap(block: torch.Tensor) -> None:
+        block.copy_(block.to("cpu"))
+
+    with FlopMeter("a100-sxm4-80gb", unknown="stand-in") as meter, ThreadPoolExecutor(1) as pool:
+        pool.submit(swap, meta(64, 1024, 256)).result()
+        X.sin()
+        between = len(meter.trace.ops)
+        pool.submit(swap, meta(64)).result()  # as much as data would be
+        X.sin()
+    seconds = 2 * 2**26 / (0.88 * 32e9)
+    assert seconds == pytest.approx(4.77e-3, rel=1e-3)
+    caution = meter.report().caution
+    assert caution.startswith("another thread copies 134 MB between host and device (the largest at "), caution
+    assert "not metered: 4.77 ms on their link" in caution
+    assert not meter.report(ops=range(between, len(meter.trace.ops))).caution
+
+
+def test_a_stand_in_is_taken_back_though_ops_ran_since_in_another_thread() -> None:
+    ops = itertools.count()  # another one has run whenever anyone asks
+    assume = Assumptions(None, None, None, "stand-in", lambda: next(ops))
+    assume.taking_back(assume.note("stand-in 1.0 for an unknown float", "aten.copy_"))()
+    assert list(assume.uses_in(None)) == []
 
 
 def what_torch_says_of_modes() -> tuple[bool, bool]:

@@ -430,6 +430,15 @@ def test_memory_is_that_of_the_allocator_in_blocks_of_512_bytes():
         assert y.is_cuda
 
 
+def test_a_step_that_fits_tells_that_the_device_had_no_room_before():
+    with flopmeter.cuda(A100, wishes=Wishes(on_out_of_memory="report")) as device, torch.no_grad():
+        torch.empty(10**12, dtype=torch.uint8, device="cuda").zero_()
+        nn.Linear(64, 64).cuda()(torch.zeros(8, 64, device="cuda"))
+    step = device.report().step
+    assert step.memory.fits(step.hardware)
+    assert "the device had no room for a tensor" in step.caution
+
+
 def test_what_does_not_fit_raises_as_the_device_does_or_goes_on_and_is_told():
     with flopmeter.cuda(A100):
         with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 83\.82 GiB"):

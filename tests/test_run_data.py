@@ -390,6 +390,17 @@ def test_a_program_that_updates_its_weights_by_itself_stops_after_its_steps():
     )  # both halves, one of them again, and the gradient of the weight
 
 
+def test_a_program_that_wants_gradients_of_its_inputs_is_not_said_to_train():
+    """As integrated gradients do; the batch norm's averages move, and the weights stay."""
+    with flopmeter.cuda(A100, steps=3) as device:
+        model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda()
+        for _ in range(40):
+            x = torch.zeros(8, 64, device="cuda", requires_grad=True)
+            model(x).sum().backward()
+            x.grad.abs_()
+    assert device.report().parts.marked_by == "calls of Sequential, with backward passes and no optimizer"
+
+
 def test_a_layer_that_is_called_to_build_the_model_marks_no_step():
     """As Keras does, which calls each layer once for its shapes, and updates weights by itself."""
     with flopmeter.cuda("h100-sxm5-80gb", steps=3) as device:
@@ -563,3 +574,25 @@ def test_a_checkpoint_that_is_not_here_is_one_line_or_leaves_the_model_as_it_was
     out, err = capsys.readouterr()
     assert out == "0\n1\n"  # the third step ends the run
     assert "nowhere/last.ckpt is not here (FileNotFoundError): its model keeps the weights that it was made" in err
+
+
+BUILT_ON_META = """
+import torch
+
+with torch.device("meta"):
+    model = torch.nn.Linear(1024, 1024)
+model.load_state_dict(torch.load("weights.pt", map_location=WHERE), assign=True)
+assert model.weight.device.type == WHERE, model.weight.device
+model.cuda()
+print(torch.cuda.memory_allocated())
+model(torch.zeros(1, 1024).cuda())
+"""
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_weights_that_are_not_here_take_the_place_of_those_on_meta(where, tmp_path, monkeypatch, capsys):
+    """As Wan and Flux load theirs: the model is made on the device meta, and a file's tensors are put into it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "infer.py").write_text(BUILT_ON_META.replace("WHERE", repr(where)))
+    assert main(["run", "--without-weights", "infer.py"]) == 0
+    assert int(capsys.readouterr().out) == 4 * (1024 * 1024 + 1024)

@@ -385,7 +385,7 @@ def test_patience_with_an_inference_is_none_with_a_training_that_follows(ran, mo
         beside="learn = lambda y: getattr(y.sum(), 'back' + 'ward')()",
     )
     assert (report.parts.count, out) == (3, "")
-    assert "trained without an optimizer" in report.headline
+    assert "calls of Linear, with backward passes and no optimizer" in report.headline
 
 
 WARMED_UP = {

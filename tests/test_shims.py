@@ -828,10 +828,10 @@ def test_rows_that_a_mask_names_are_padded_again_by_flash_attns_functions():
 
         mask = torch.tensor([[True, True, False], [True, False, False]], device="cuda")
         x = torch.zeros(2, 3, 8, device="cuda", requires_grad=True)
-        rows, indices, ends, longest, used = unpad_input(x, mask)
+        rows, indices, ends, longest, used = unpad_input(hidden_states=x, attention_mask=mask)
         assert (rows.shape, indices.tolist(), ends.tolist(), longest) == ((3, 8), [0, 1, 3], [0, 2, 3], 2)
         assert used.tolist() == [2, 1]
-        padded = pad_input(rows, indices, 2, 3)
+        padded = pad_input(hidden_states=rows, indices=indices, batch=2, seqlen=3)  # verl names them
         assert padded.shape == x.shape
         padded.sum().backward()
 

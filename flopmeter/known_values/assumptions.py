@@ -154,9 +154,10 @@ class Assumptions:
         return self.noter(rule, func)()
 
     def taking_back(self, use: Assumption) -> Callable[[], None]:
-        """A function that takes back the latest use of this rule."""
-        when, now = self._uses[use.rule, use.op, use.where], self._now()
-        return lambda: when.remove(now)
+        """A function that takes back the latest use of this rule. In another thread `now` has gone on since."""
+        when = self._uses[use.rule, use.op, use.where]
+        latest = when[-1]
+        return lambda: when.remove(latest)
 
     def noter(self, rule: str, func: Any) -> Callable[[], Assumption]:
         """A function that counts one use of the rule, for the op at this line of the program, when it is called."""

@@ -98,8 +98,9 @@ class ScriptSession:
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
         self.takes_times = False
         self.steps = Steps(
-            self.now, wishes.marker, wishes.steps, self._has_backward, self.is_on_device, _say, self._patience_s
-        )
+            self.now, wishes.marker, wishes.steps, self._has_backward, self._updates_weights, self.is_on_device, _say,
+            self._patience_s,
+        )  # fmt: skip
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
         self._replays = 0
@@ -112,6 +113,11 @@ class ScriptSession:
 
     def _has_backward(self, ops: range) -> bool:
         return any(self.meter.trace.ops[number].phase == "backward" for number in ops)
+
+    def _updates_weights(self, ops: range) -> bool:
+        trace = self.meter.trace
+        written = (op for op in trace.ops[ops.start : ops.stop] if not op.module and op.call.func._schema.is_mutable)
+        return any(trace.storages[number].role == "parameters" for op in written for number in op.reads)
 
     def is_on_device(self, ops: range) -> bool:
         calls = (self.meter.trace.ops[number].call for number in ops)
@@ -268,7 +274,10 @@ class ScriptSession:
 
     def _part(self, ops: range, mode: Mode | None, repeats: bool) -> Report:
         report = self.meter.report(ops=ops, mode=mode, repeats=repeats)
-        return replace(report, notes=(*report.notes, *self.own_notes()))
+        caution = report.caution
+        if self.memory.overflow and report.memory.fits(self.hardware):
+            caution = caution or WENT_ON
+        return replace(report, notes=(*report.notes, *self.own_notes()), caution=caution)
 
     def lines_that_guess(self) -> list[str]:
         """The lines of the program that read unknown values. The line that began last comes last."""
@@ -326,6 +335,10 @@ def _times(count: int) -> str:
 
 PATIENCE_S = 10.0  # for a program that only infers to end by itself
 PATIENCE_TO_PRINT_S = 60.0  # for one without an optimizer that times itself
+WENT_ON = (
+    "somewhere in the run the device had no room for a tensor, and the run went on, as a note below tells: that this "
+    "fits is by the sum of its own tensors"
+)
 MOST_STEPS_PRICED = 8  # to tell whether steps differ; a step takes as long to price as to run
 NOTHING_RAN = (
     "the program ran no op on the device named cuda: move its model and inputs there (model.to('cuda')), or tell it to "

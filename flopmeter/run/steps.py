@@ -74,7 +74,8 @@ class Steps:
     marker: 'optimizer', 'forward' (calls of the outermost module), 'nvtx:NAME' (ends of that range),
         'module:function' (returns of that function), or 'auto': optimizers, else forward.
     most: raise StepsDone when so many have ended; None: never.
-    has_backward: whether a backward pass is among these ops.
+    has_backward: whether a backward pass is among these ops. updates_weights: whether one of them, outside of modules,
+        writes weights.
     is_on_device: whether one of these ops ran on the GPU; a call of a module on the CPU is no step.
     tell: says a line to the user while the program runs.
     patience_s: how long a program without an optimizer may go on after `most` steps, to end by itself and print what
@@ -89,12 +90,13 @@ class Steps:
         marker: str,
         most: int | None,
         has_backward: Callable[[range], bool],
+        updates_weights: Callable[[range], bool],
         is_on_device: Callable[[range], bool],
         tell: Callable[[str], None],
         patience_s: Callable[[bool, bool], float],
     ) -> None:
         self._now, self._marker, self._most, self._has_backward = now, marker, most, has_backward
-        self._is_on_device, self._patience_s = is_on_device, patience_s
+        self._updates_weights, self._is_on_device, self._patience_s = updates_weights, is_on_device, patience_s
         self._ends: list[int] = []  # of marked steps
         self._warm_ups = 0  # of these, before a CUDA graph is captured
         self._calls: list[OutermostCall] = []
@@ -181,7 +183,7 @@ class Steps:
         if self._ends:
             return self._marked_parts()
         if ends := self._own_updates.ends(total):
-            marked_by = f"calls of {self._own_updates.trained}, trained without an optimizer"
+            marked_by = self._marked_by_own_updates(ends)
             return replace(parts_between(self._own_updates.start, ends, marked_by), ends_with_call=True)
         if self._replays and self._marker == AUTO:
             return parts_of_replays(self._replays)
@@ -190,6 +192,13 @@ class Steps:
         if len(self._backwards) > 1:  # after one alone anything may come
             return parts_between(0, self._backwards, "backward(), with neither an optimizer nor a module")
         return Parts(range(total), None, None, 0, "nothing")
+
+    def _marked_by_own_updates(self, ends: list[int]) -> str:
+        """Where no weight is seen to change, the program may want gradients for something else, such as what its inputs
+        contribute, or may have put new weights in the place of the old ones."""
+        trains = self._updates_weights(range(self._own_updates.start, ends[-1]))
+        how = "trained without an optimizer" if trains else "with backward passes and no optimizer"
+        return f"calls of {self._own_updates.trained}, {how}"
 
     def _marked_parts(self) -> Parts:
         start = self._first_forward if self._marker in (AUTO, OPTIMIZER) else self._calls_start

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.patches import Patch
+from flopmeter.run.truth import true_is_meta
 from flopmeter.torch_names.around import around
 
 OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -51,7 +52,7 @@ class WeightFiles:
     def __init__(self, named: NamedCuda, note: Callable[[str], None], may_be_absent: bool = False) -> None:
         self._named, self._note, self._may_be_absent = named, note, may_be_absent
         self._saved: dict[str | int, Any] = {}
-        self._any_absent = False
+        self._any_absent, self._absent_on = False, torch.device("cpu")  # where the file would have been loaded to
         self._buffers: list[Any] = []  # in memory: kept, so that none gets the id of another
 
     def patches(self) -> Iterator[Patch]:
@@ -131,6 +132,7 @@ class WeightFiles:
         except FileNotFoundError as error:
             if not self._named.is_open or not self._may_be_absent:
                 raise
+            self._absent_on = _asked_device(*args[:1], **kwargs)
             return self._is_absent(f, os.fspath(f), f"is not here ({type(error).__name__})")
 
     @around
@@ -168,7 +170,14 @@ class WeightFiles:
     ) -> Any:
         if isinstance(state_dict, AbsentWeights) or (self._any_absent and not state_dict):  # sorted by a program
             state_dict = module.state_dict()
+            if kwargs.get("assign"):
+                state_dict = {name: self._with_memory(each) for name, each in state_dict.items()}
         return original(module, state_dict, *args, **kwargs)
+
+    def _with_memory(self, value: Any) -> Any:
+        """A weight in the place of one that was made on the device meta, which a file's would have taken."""
+        is_on_meta = isinstance(value, Tensor) and true_is_meta(value) and not self._named.holds(value)
+        return torch.empty_like(value, device=self._absent_on) if is_on_meta else value
 
     @around
     def _step_on(self, original: Callable[..., Any], optimizer: Optimizer, state_dict: Any) -> Any:
@@ -188,6 +197,12 @@ class WeightFiles:
         if any(isinstance(leaf, Tensor) and self._named.holds(leaf) for leaf in leaves):
             return True
         return any(self._has_no_data(leaf) for leaf in leaves if isinstance(leaf, nn.Module))
+
+
+def _asked_device(first: Any = None, *, map_location: Any = None, device: Any = None, **_: Any) -> torch.device:
+    """Where torch.load's map_location, or the device of safetensors' load_file, puts weights."""
+    asked = next((each for each in (map_location, device, first) if isinstance(each, (str, int, torch.device))), "cpu")
+    return torch.device(asked)
 
 
 def _of_many_ranks() -> bool:

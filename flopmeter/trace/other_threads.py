@@ -18,12 +18,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter.known_values import KnownValues
+from flopmeter.known_values.assumptions import caller
 from flopmeter.known_values.entry_points import known_in_this_thread
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.around import around
@@ -32,12 +35,22 @@ from flopmeter.trace.mode_flags import tell_modes
 from flopmeter.trace.module_paths import ModulePaths
 
 
-class OtherThreads:
-    """A context. `ops` counts the ops on meta tensors in threads that are started inside it, directly or indirectly.
-    `values` answers what they read."""
+class ThreadCopy(NamedTuple):
+    """A copy between host and device in another thread, after so many ops of the meter's own."""
 
-    def __init__(self, values: KnownValues | None = None) -> None:
-        self.ops, self.values = 0, values
+    after: int
+    nbytes: int
+    where: str  # file:line
+
+
+class OtherThreads:
+    """A context. `ops` counts the ops on meta tensors in threads that are started inside it, directly or indirectly,
+    and `copies` has those between host and device. `values` answers what they read; `now` is the number of the meter's
+    own ops so far."""
+
+    def __init__(self, values: KnownValues | None = None, now: Callable[[], int] = lambda: 0) -> None:
+        self.ops, self.values, self.now = 0, values, now
+        self.copies: list[ThreadCopy] = []
         self.is_open = False
 
     def __enter__(self) -> OtherThreads:
@@ -147,7 +160,21 @@ class _Count(TorchDispatchMode):
         tensors = list(tensors_in((args, kwargs)))
         result = self._values[-1].run(func, args, kwargs, tensors) if self._values else func(*args, **kwargs)
         if any(tensor.is_meta for tensor in (*tensors, *tensors_in(result))):
+            nbytes = _between_host_and_device(func, result, tensors)
             with _lock:
-                for counter in self._counters:
-                    counter.ops += counter.is_open
+                for counter in filter(lambda counter: counter.is_open, self._counters):
+                    counter.ops += 1
+                    if nbytes:
+                        counter.copies.append(ThreadCopy(counter.now(), nbytes, caller()))
         return result
+
+
+def _between_host_and_device(func: Any, result: Any, tensors: Sequence[Tensor]) -> int:
+    """How many bytes the op copies from one to the other."""
+    if func not in _COPIES or not isinstance(result, Tensor):
+        return 0
+    source = tensors[-1]  # copy_ has the target first
+    return result.nbytes if source.is_meta != result.is_meta else 0
+
+
+_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)

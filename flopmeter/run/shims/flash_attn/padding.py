@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 def unpad_input(
-    hidden: Tensor, mask: Tensor, unused: Tensor | None = None
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """The rows that varlen attention takes, and what it needs to know of them."""
-    kept = mask if unused is None else mask + unused
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     indices = kept.flatten().nonzero().flatten()
     lengths = kept.sum(-1, dtype=torch.int32)
     ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    used = mask.sum(-1, dtype=torch.int32)
-    return index_first_axis(hidden.flatten(0, 1), indices), indices, ends, int(lengths.max().item()), used
+    used = attention_mask.sum(-1, dtype=torch.int32)
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, ends, int(lengths.max().item()), used
 
 
-def pad_input(rows: Tensor, indices: Tensor, batch: int, length: int) -> Tensor:
-    padded = rows.new_zeros(batch * length, *rows.shape[1:]).index_copy(0, indices, rows)
-    return padded.unflatten(0, (batch, length))
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:]).index_copy(0, indices, hidden_states)
+    return padded.unflatten(0, (batch, seqlen))
 
 
 def index_first_axis(rows: Tensor, indices: Tensor) -> Tensor:
