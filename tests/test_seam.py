@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from costs_support import meta
 from test_custom_ops import by_value, mm_gelu
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -254,12 +255,14 @@ def catalogue() -> tuple[Report, ...]:
         metered(torch.compile(lambda: (meta(33, 77) @ meta(77, 55)).relu().exp())),
         metered(torch.compile(lambda: (meta(33, 77) @ meta(77, 55)).relu().exp()), compile="rules"),
         metered(torch.compile(lambda: F.gelu(meta(33, 77)))),
+        metered(torch.compile(lambda: meta(64, 64) @ meta(64))),
         metered(torch.compile(attend_with_scores_changed), compile="rules"),
         metered(torch.compile(attend_with_few_queries)),
         metered(lambda: torch.compile(lambda narrow: narrow.to(BF16) * 2)(meta(8, 16, dtype=torch.int8))),
     ]
-    with world(4, rank=1):
+    with world(4, rank=1) as mesh:
         meters.append(metered(communicate))
+        meters.append(metered(lambda: DTensor.from_local(meta(8), mesh, [Shard(0)]).sin()))
     with world(4, gpus_per_node=2):
         meters.append(metered(lambda: dist.all_reduce(meta(4))))
     with switched():

@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,6 +29,7 @@ from flopmeter.known_values.assumptions import caller
 from flopmeter.known_values.entry_points import known_in_this_thread
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.around import around
+from flopmeter.torch_names.operators import aten_overloads
 from flopmeter.torch_names.shared_patch import SharedPatch
 from flopmeter.trace.mode_flags import tell_modes
 from flopmeter.trace.module_paths import ModulePaths
@@ -177,4 +177,4 @@ def _between_host_and_device(func: Any, result: Any, tensors: Sequence[Tensor]) 
     return result.nbytes if source.is_meta != result.is_meta else 0
 
 
-_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+_COPIES = (aten_overloads.copy_.default, aten_overloads._to_copy.default)
