@@ -132,7 +132,7 @@ class MeteredRun:
         )
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
             return report
-        return replace(report, notes=(*report.notes, f"the host: {self.host.summary}"))
+        return replace(report, notes=(*report.notes, self.host.summary))
 
     def _notes_of(self, mode: LaunchMode) -> Iterator[str]:
         if mode.fuses and not self.trace.compilation.graphs:

@@ -29,13 +29,18 @@ print(plain, b"flopmeter" in pickled, type(plain["loss"]).__name__, copy.deepcop
 PROGRAM = Path(__file__).parent / "programs" / "own_checks.py"
 
 
-def test_the_branch_that_raises_may_be_far_away(tmp_path):
-    """An instruction has one byte for how far it jumps; more of them stand in one of their own before it."""
-    program, session, out = tmp_path / "long.py", ScriptSession("a100-sxm4-80gb", Wishes()), io.StringIO()
-    program.write_text(LONG)
+def error_and_output(folder: Path, text: str) -> tuple[BaseException | None, str]:
+    """How a script with this text ends, and what it prints."""
+    program, session, out = folder / "script.py", ScriptSession("a100-sxm4-80gb", Wishes()), io.StringIO()
+    program.write_text(text)
     with session.open(), contextlib.redirect_stdout(out):
         ending = run(Script(str(program)), session)
-    assert (ending.error, out.getvalue()) == (None, "what goes on is long\n")
+    return ending.error, out.getvalue()
+
+
+def test_the_branch_that_raises_may_be_far_away(tmp_path):
+    """An instruction has one byte for how far it jumps; more of them stand in one of their own before it."""
+    assert error_and_output(tmp_path, LONG) == (None, "what goes on is long\n")
 
 
 def test_checks_of_unknown_values_pass_and_those_of_known_ones_are_made():
@@ -65,8 +70,5 @@ def test_checks_of_unknown_values_pass_and_those_of_known_ones_are_made():
 
 def test_a_number_that_stands_in_is_a_plain_one_where_it_is_saved_and_itself_where_it_is_copied(tmp_path):
     """torch.package takes classes of the program and of torch, and weights_only plain numbers."""
-    program, session, out = tmp_path / "pickles.py", ScriptSession("a100-sxm4-80gb", Wishes()), io.StringIO()
-    program.write_text(PICKLES)
-    with session.open(), contextlib.redirect_stdout(out):
-        ending = run(Script(str(program)), session)
-    assert (ending.error, out.getvalue()) == (None, "loss: 1.0 loss: 1.0\n{'loss': 1.0} False float True\n")
+    saved = "loss: 1.0 loss: 1.0\n{'loss': 1.0} False float True\n"
+    assert error_and_output(tmp_path, PICKLES) == (None, saved)

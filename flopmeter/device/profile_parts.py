@@ -236,7 +236,7 @@ class Host(SchemaRecord):
             "more for what autograd records": (RECORD_VIEWS + NODE_VIEWS) * self.view_seconds,
         }
         told = ", ".join(f"{self.relative_time * seconds * 1e6:.3g} µs {what}" for what, seconds in costs.items())
-        return f"{told} ({self.source or 'the default, of an AMD EPYC 7742'})"
+        return f"the host: {told} ({self.source or 'the default, of an AMD EPYC 7742'})"
 
     def before_op_seconds(self, views: int, module_calls: int) -> float:
         """Views and module calls that come before it."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from flopmeter.known_values.assumptions import DataDependentError
 from flopmeter.known_values.replay import Invocation, Knowledge
 from flopmeter.known_values.values import is_discrete, no_modes
-from flopmeter.records.memory_format import torch_strides
 
 SIZE_BY_INTEGERS = "the size of a result depends on integers, not on unknown floats"
 _ASKS_FOR_A_SIZE = "data-dependent shape"  # in what torch._library.fake_impl raises on meta tensors (2.11 to 2.15)
@@ -40,21 +39,12 @@ def _of_the_cpu(known: Knowledge, call: Invocation) -> Any:
     if not unknown:
         return known.lift(known.answer(call))
     known.assume.note(SIZE_BY_INTEGERS, call.func)
+
+    def value(tensor: Tensor) -> Tensor:
+        if known.values.knows(tensor):
+            return known.values.read(tensor)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+
     with no_modes():
-        kwargs = {name: _or_zeros(known, value) for name, value in call.kwargs.items()}
-        return _on_meta(call.func(*_or_zeros(known, call.args), **kwargs))
-
-
-def _or_zeros(known: Knowledge, argument: Any) -> Any:
-    """The argument as the CPU sees it, with zeros where it is not known."""
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(_or_zeros(known, item) for item in argument)
-    if isinstance(argument, Tensor) and not known.values.knows(argument):
-        return torch.zeros(argument.shape, dtype=argument.dtype, device="cpu")
-    return known.real(argument)
-
-
-def _on_meta(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return torch.empty_strided(result.size(), torch_strides(result), dtype=result.dtype, device="meta")
-    return type(result)(map(_on_meta, result)) if isinstance(result, (list, tuple)) else result
+        result = call.func(*known.real(call.args, value), **known.real(call.kwargs, value))
+    return known.lift(result, is_known=False)

@@ -146,15 +146,16 @@ class Knowledge:
         self.ran = ((func, args, call.kwargs),)
         return call._replace(func=func, args=args, tensors=list(tensors_in(args)), kernel=None)
 
-    def lift(self, result: Any) -> Any:
-        """Meta twins, with known values, of the CPU tensors in a result."""
+    def lift(self, result: Any, *, is_known: bool = True) -> Any:
+        """Meta twins of the CPU tensors in a result, whose values are known unless they stand for unknown ones."""
         if isinstance(result, Tensor):
             with no_modes():
                 twin = torch.empty_strided(result.size(), torch_strides(result), dtype=result.dtype, device="meta")
-                self.set(twin, result)
+                if is_known:
+                    self.set(twin, result)
             return twin
         if isinstance(result, (list, tuple)):
-            return type(result)([self.lift(item) for item in result])
+            return type(result)([self.lift(item, is_known=is_known) for item in result])
         return result
 
     def is_small(self, tensor: Tensor) -> bool:
@@ -188,14 +189,15 @@ class Knowledge:
                 if output.is_meta and (place := address(output)) and place not in self.values.cells:
                     self.set(output, result.clone() if address(result) in inputs else result)
 
-    def real(self, argument: Any) -> Any:
-        """The argument as the CPU sees it: values for meta tensors, which are known, cpu for the meta device."""
+    def real(self, argument: Any, read: Callable[[Tensor], Tensor] | None = None) -> Any:
+        """The argument as the CPU sees it: values for meta tensors, cpu for the meta device. `read` gives the value of
+        a tensor; without it all must be known."""
         if isinstance(argument, Tensor):
-            return self.values.read(argument)
+            return read(argument) if read else self.values.read(argument)
         if isinstance(argument, (list, tuple)):
-            return type(argument)([self.real(item) for item in argument])
+            return type(argument)([self.real(item, read) for item in argument])
         if isinstance(argument, dict):
-            return {name: self.real(item) for name, item in argument.items()}
+            return {name: self.real(item, read) for name, item in argument.items()}
         return _CPU if isinstance(argument, torch.device) else argument
 
 

@@ -23,7 +23,7 @@ from flopmeter.compiler.hidden import made_inside
 from flopmeter.known_values.entry_points import scripting_inside
 from flopmeter.known_values.values import no_modes
 from flopmeter.run.device import NamedCuda
-from flopmeter.run.named_types import META, in_place_of
+from flopmeter.run.named_types import META, true_type
 from flopmeter.run.patches import Patch, applied, hidden
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.around import around
@@ -78,7 +78,7 @@ def jit(named: NamedCuda, note: Callable[[str], None], aside: Callable[..., Call
 @around
 def _of_torchs_own(to_type: Callable[..., Any], annotation: Any, *args: Any, **kwargs: Any) -> Any:
     """The type of TorchScript for an annotation, which a stand-in may have been when the function was made."""
-    return to_type(in_place_of(annotation), *args, **kwargs)
+    return to_type(true_type(annotation), *args, **kwargs)
 
 
 @around

@@ -47,7 +47,7 @@ def _in_place_of(true: Any) -> Any:
     return InPlaceOf
 
 
-def in_place_of(annotation: Any) -> Any:
+def true_type(annotation: Any) -> Any:
     """torch's own type where that is annotated by what stands in for it."""
     is_type = isinstance(annotation, type)
     return next((true for true in (_true_device, _true_generator) if is_type and annotation == true), annotation)

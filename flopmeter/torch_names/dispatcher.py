@@ -180,9 +180,10 @@ def schema_arguments(op: OpOverload) -> tuple[str, ...]:
 
 
 def overload(name: str) -> OpOverload | None:
-    """`aten` operator by "name" or "name.overload"; None if this torch has no such operator."""
-    packet_name, _, overload_name = name.partition(".")
-    packet = getattr(torch.ops.aten, packet_name, None)
+    """Operator by "name" or "name.overload", of aten unless "namespace::" stands before it; None if there is none."""
+    namespace, _, rest = name.rpartition("::")
+    packet_name, _, overload_name = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace or "aten"), packet_name, None)
     return getattr(packet, overload_name or "default", None)
 
 

@@ -28,13 +28,10 @@ OPS_PER_LISTED = 1 / 25
 def note_dtensor_op(trace: Trace, kind: type, args: tuple[Any, ...]) -> None:
     """The host dispatches an op on tensors of that type; the ops on the tensors inside come after it."""
     if _is_dtensor(kind):
-        listed = sum(len(each) for each in args if isinstance(each, list | tuple) and each and _is_tensor(each[0]))
+        lists = (each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor))
+        listed = sum(map(len, lists))
         number = len(trace.ops)
         trace.dtensor_ops[number] = trace.dtensor_ops.get(number, 0.0) + 1.0 + OPS_PER_LISTED * listed
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
 
 
 @functools.cache

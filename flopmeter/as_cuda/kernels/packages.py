@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.torch_names import dispatcher
@@ -44,16 +43,11 @@ def _enter_new(scope: Emulation, entered: set[str]) -> None:
     _of_torch.update(name for name in others if name.partition("::")[0] in NAMESPACES_OF_TORCH)
     for name in filter(_has_both, others - _of_torch - entered):
         entered.add(name)
-        scope.kernel(name, partial(dispatcher.decompose, _overload(name)), "AutogradMeta")
+        op = dispatcher.overload(name)
+        if op is not None:
+            scope.kernel(name, partial(dispatcher.decompose, op), "AutogradMeta")
 
 
 def _has_both(name: str) -> bool:
     is_composite = has_kernel(name, "CompositeImplicitAutograd") and has_kernel(name, "Meta")
     return is_composite and not any(has_kernel(name, key) for key in _OF_BACKENDS)
-
-
-def _overload(name: str) -> OpOverload:
-    namespace, _, rest = name.partition("::")
-    op, _, overload = rest.partition(".")
-    found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), op), overload or "default")
-    return found

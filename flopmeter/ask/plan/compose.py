@@ -28,7 +28,8 @@ GATHERED_BYTES, REDUCED_BYTES = 2, 4  # of a parameter in bf16, of a gradient in
 GATHER, SCATTER, SUM = 1, 2, 3
 FIRST_MESSAGE = 4
 # What FSDP2 sends for a group of parameters, counted in its traces with torch 2.13: ops, and views of each.
-GATHERING, SCATTERING = (4, 2), (3, 1)
+GATHER_OPS, GATHER_VIEWS = 4, 2
+SCATTER_OPS, SCATTER_VIEWS = 3, 1
 ROUNDS = 2  # multiples of the pipeline's length: from this number of microbatches on, each adds the same time to a step
 
 
@@ -251,23 +252,26 @@ class _RankOfSplit:
 
     def _gather(self, parts: list[PartCost], after: tuple[int, ...]) -> tuple[int, ...]:
         """Parameters are gathered, and copied out of the buffer."""
+        host = self._work.hardware.host
         for group in self._sharded(parts):
             gathered = self._transfer(Collective("all_gather", group.gathered_bytes, group.ranks), GATHER, after)
             moved = self._moved(2 * group.gathered_bytes)
-            after = self._compute(PassCost(memory_seconds=moved, host_seconds=self._sent(group, GATHERING)), gathered)
+            sent = self._sent(GATHER_OPS, GATHER_VIEWS * group.tensors) + host.fsdp_gather_seconds(group.tensors)
+            after = self._compute(PassCost(memory_seconds=moved, host_seconds=sent), gathered)
         return after
 
     def _scatter(self, parts: list[PartCost]) -> None:
         """Gradients are copied into an fp32 buffer once the scatter before is done, scattered, and summed over
         replicas."""
-        split, after = self._split, self._done
+        split, host, after = self._split, self._work.hardware.host, self._done
         for group in self._sharded(parts):
             if not group.numel:
                 continue
             reduced = REDUCED_BYTES * group.numel
             if split.shards > 1:
                 moved = self._moved(GATHERED_BYTES * group.numel + reduced)
-                copy = PassCost(memory_seconds=moved, host_seconds=self._sent(group, SCATTERING))
+                sent = self._sent(SCATTER_OPS, SCATTER_VIEWS * group.tensors) + host.fsdp_reduce_seconds(group.tensors)
+                copy = PassCost(memory_seconds=moved, host_seconds=sent)
                 after = self._compute(copy, (*self._done, *self._last_scatter))
                 after = self._transfer(Collective("reduce_scatter", reduced, group.ranks), SCATTER, after)
                 self._last_scatter = after
@@ -296,35 +300,26 @@ class _RankOfSplit:
 
     # --- activities ---
 
-    def _add(
-        self, seconds: float, demand: Demand | Transfer, stream: int, after: tuple[int, ...], **party: Party
-    ) -> tuple[int, ...]:
-        self.activities.append(
-            Activity(0.0, seconds, False, stream, tuple(sorted(set(after))), None, **party, demand=demand)
-        )
-        self._costs.append(None)
+    def _add(self, activity: Activity, cost: PassCost | None) -> tuple[int, ...]:
+        self.activities.append(activity._replace(after=tuple(sorted(set(activity.after)))))
+        self._costs.append(cost)
         return (len(self.activities) - 1,)
 
     def _compute(self, cost: PassCost, after: tuple[int, ...]) -> tuple[int, ...]:
         """The device begins with the first kernel, and ends once the host has launched the last one."""
-        number = self._add(cost.seconds, Demand(cost.compute_seconds, cost.memory_seconds), DEFAULT_STREAM, after)
-        self._costs[-1] = cost
+        demand = Demand(cost.compute_seconds, cost.memory_seconds)
+        done = self._add(Activity(0.0, cost.seconds, False, DEFAULT_STREAM, after, demand=demand), cost)
         if cost.host_seconds:
-            launched = Activity(cost.host_seconds, 0.0, False, DEFAULT_STREAM)
-            self.activities.append(launched)
-            self._costs.append(PassCost())
-            return (len(self.activities) - 1,)
-        return number
+            done = self._add(Activity(cost.host_seconds, 0.0, False, DEFAULT_STREAM), PassCost())
+        return done
 
     def _moved(self, nbytes: int) -> float:
         return nbytes / self._work.hardware.sustained_bandwidth_bytes_per_s
 
-    def _sent(self, group: _Sharded, calls: tuple[int, int]) -> float:
-        """Seconds of the host for FSDP's ops, views and hooks."""
-        host, (ops, views) = self._work.hardware.host, calls
-        hooks = host.fsdp_gather_seconds if calls is GATHERING else host.fsdp_reduce_seconds
-        sent = ops * host.op_seconds(is_library=False) + host.before_op_seconds(views * group.tensors, module_calls=0)
-        return sent + hooks(group.tensors)
+    def _sent(self, ops: int, views: int) -> float:
+        """Seconds of the host for so many of FSDP's ops and views."""
+        host = self._work.hardware.host
+        return ops * host.op_seconds(is_library=False) + host.before_op_seconds(views, module_calls=0)
 
     def _message(
         self, kind: Literal["send", "recv"], sender: int, receiver: int, after: tuple[int, ...]
@@ -338,11 +333,13 @@ class _RankOfSplit:
         collective = Collective(kind, self._work.costs.boundary_bytes, pair)
         return self._transfer(collective, stream, after, party=party)
 
-    def _transfer(self, collective: Collective, stream: int, after: tuple[int, ...], **party: Party) -> tuple[int, ...]:
+    def _transfer(
+        self, collective: Collective, stream: int, after: tuple[int, ...], party: Party | None = None
+    ) -> tuple[int, ...]:
         if collective not in self._prices:
             self._prices[collective] = self._price(collective)
         seconds, demand = self._prices[collective]
-        return self._add(seconds, demand, stream, after, **party)
+        return self._add(Activity(0.0, seconds, False, stream, after, party=party, demand=demand), None)
 
     def _price(self, collective: Collective) -> tuple[float, Transfer]:
         device, cluster = self._work.hardware, self._work.cluster

@@ -15,7 +15,7 @@ from flopmeter.ask.plan.blocks import Blocks, blocks_of
 from flopmeter.ask.plan.experts import experts_of, with_routing
 from flopmeter.ask.plan.fp8 import fp8_numel
 from flopmeter.ask.plan.overlap import hidden_seconds
-from flopmeter.ask.plan.program import PARAMETERS, Where, backward, optimizer_step, split_layers
+from flopmeter.ask.plan.program import PARAMETERS, Where, backward, give_gradients, optimizer_step, split_layers
 from flopmeter.ask.plan.schedules import PassKind
 from flopmeter.ask.plan.splits import PlanError, Shape
 from flopmeter.ask.plan.subject import Subject
@@ -165,7 +165,7 @@ def _metered(subject: Subject, where: Where, shape: Shape, layers: list[int]) ->
 def _notes_of_any_run(report: Report) -> tuple[str, ...]:
     """Without what is told of the host in this short program."""
     host = report.hardware.host
-    of_this_one = {f"the host: {host.summary}", *dtensor_notes(report.kernels, host)}
+    of_this_one = {host.summary, *dtensor_notes(report.kernels, host)}
     return tuple(note for note in report.notes if note not in of_this_one)
 
 
@@ -222,11 +222,11 @@ def _optimizer_report(shapes: list[torch.Size], mesh: DeviceMesh, where: Where) 
     """The second step of an optimizer; the first one makes its state."""
     shards = [DTensor.from_local(torch.empty(shape, device="meta"), mesh, [Shard(0)]) for shape in shapes]
     step = optimizer_step([each.requires_grad_() for each in shards])
-    for _ in range(2):
-        for each in shards:
-            each.grad = torch.empty_like(each)
-        with FlopMeter(where.hardware, **where.meter_options) as meter:
-            step()
+    give_gradients(shards)
+    step()
+    give_gradients(shards)
+    with FlopMeter(where.hardware, **where.meter_options) as meter:
+        step()
     return meter.report(mode=where.mode)
 
 

@@ -108,6 +108,13 @@ def optimizer_step(parameters: Iterable[Tensor]) -> Callable[[], None]:
     return step
 
 
+def give_gradients(parameters: Iterable[Tensor]) -> None:
+    """As a backward pass leaves them, to those that are trained."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+
+
 def _selective() -> Any:
     """torchtitan's selective recomputation: attention, sums over ranks and every second product are kept."""
     products: Counter[bool] = Counter()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from flopmeter.ask.plan.compose import Bound
 from flopmeter.ask.plan.experts import with_routing
 from flopmeter.ask.plan.memory import MemoryUse
-from flopmeter.ask.plan.program import PARAMETERS, Where, backward, optimizer_step, shard, split_layers
+from flopmeter.ask.plan.program import PARAMETERS, Where, backward, give_gradients, optimizer_step, shard, split_layers
 from flopmeter.ask.plan.splits import Split
 from flopmeter.ask.plan.subject import Subject
 from flopmeter.distributed import world
@@ -40,7 +39,8 @@ def meter_whole(subject: Subject, where: Where, job: tuple[Split, int], *, usabl
         split_layers(subject, model, mesh, split.recompute, split.expert_ranks)
         shard(subject, model, mesh, split)
         step = optimizer_step(model.parameters())
-        _make_state(model, step)
+        give_gradients(model.parameters())
+        step()  # the first one makes the optimizer's state
         tokens = torch.empty(split.microbatch, where.length, dtype=torch.long, device="meta")
         with FlopMeter(where.hardware, cluster=where.cluster, **with_routing(split.ep, where.meter_options)) as meter:
             count = min(microbatches, 3 if split.gather == "step" else 2)
@@ -64,11 +64,3 @@ def meter_whole(subject: Subject, where: Where, job: tuple[Split, int], *, usabl
     use = MemoryUse(memory.steady_peak_bytes, memory.steady_reserved_bytes)
     fits = None if usable_bytes is None else memory.fits_in(usable_bytes, allocator=True)
     return Whole(sum(by_bound.values()), by_bound | {"bubble": 0.0}, use, fits)
-
-
-def _make_state(model: nn.Module, step: Callable[[], None]) -> None:
-    """The optimizer's first step makes its state; later ones are metered."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)
-    step()
