@@ -114,6 +114,7 @@ class Hardware(SchemaRecord):
     power_limit_w: what an operator allows (nvidia-smi -pl), if it is not the board power `tdp_w`.
     host_link: the link for copies from and to the host, if it is not PCIe (NVLink-C2C).
     is_cpu: the host runs the kernels itself: the time to dispatch an op and its work add up, nothing overlaps.
+    systolic_array: rows of multiply-adds, and columns, of the array in which a device without SMs runs its products.
     kernel_floor_us: time of the smallest kernel, if kernels follow each other without a pause.
     host: the CPU that launches the kernels.
     sources: where the figures come from; `default` covers each field without a source of its own.
@@ -133,6 +134,7 @@ class Hardware(SchemaRecord):
     base: str | None = field(default=None, metadata=by(text))
     compute_capability: tuple[int, int] | None = field(default=None, metadata=by(capability))
     is_cpu: bool = field(default=False, metadata=by(true_or_false))
+    systolic_array: int | None = field(default=None, metadata=by(count))
     sm_count: int = field(metadata=by(count))
     boost_clock_mhz: float | None = field(default=None, metadata=by(amount))
 

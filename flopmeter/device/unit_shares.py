@@ -56,7 +56,7 @@ def matrix_unit(device: PoweredDevice, unit: str, dtype: str, tflop_per_s: float
     larger share of its peak than fp16, unless it was measured to.
     """
     known, rates = device.achieved, device.matrix_tflop_per_s
-    half_rate = rates.get("fp16", rates.get("bf16", tflop_per_s))
+    half_rate = max((rates[half] for half in ("fp16", "bf16") if half in rates), default=tflop_per_s)
     law = partial(
         power.unit,
         limit_w=device.limit_watts,

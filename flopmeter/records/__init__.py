@@ -70,4 +70,5 @@ from flopmeter.records.work import (
     ThreadGrid,
     UnpackingMatmulWork,
     VectorWork,
+    matmuls_of,
 )

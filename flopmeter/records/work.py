@@ -290,3 +290,14 @@ class Collective(NamedTuple):
 
 
 KernelWork = MatrixWork | VectorWork | HostCopy | Collective
+
+
+def matmuls_of(work: KernelWork) -> tuple[Matmul, ...]:
+    """The matmuls that a library runs, also the implicit one of a convolution, but not those of fused attention, which
+    has tiles of its own."""
+    match work:
+        case MatmulWork() | GroupedMatmulWork() | RecurrentWork():
+            return work.matmuls
+        case ConvolutionWork():
+            return (work.implicit,)
+    return ()

@@ -35,7 +35,7 @@ def price(
     other, work = arithmetic_seconds(cost, hardware), cost.work
     if not isinstance(work, MatrixWork) or not work.macs:
         busy = price_vector_work(cost, hardware, other, cached_bytes)
-        return Price(busy, vector_class(cost), _has_few_flops(cost, other, hardware))
+        return Price(busy, vector_class(cost), has_few_flops(cost, other, hardware))
     dtype = switches.matmul_dtype(cost)
     peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
     busy, kind = price_product(cost, work, hardware, peak, cached_bytes, ran)
@@ -46,10 +46,10 @@ def price(
     compute = max(busy.compute_seconds, floor) + other  # other warps load meanwhile
     together = overlap(compute, busy.memory_seconds, constants.VECTOR_OVERLAP)
     busy = busy._replace(compute_seconds=compute, work_seconds=max(busy.work_seconds, together))
-    return Price(busy, f"{kind}, {_unit(dtype, peak)}", _has_few_flops(cost, floor + other, hardware))
+    return Price(busy, f"{kind}, {_unit(dtype, peak)}", has_few_flops(cost, floor + other, hardware))
 
 
-def _has_few_flops(cost: Cost, arithmetic: float, hardware: Hardware) -> bool:
+def has_few_flops(cost: Cost, arithmetic: float, hardware: Hardware) -> bool:
     """Whether arithmetic takes less than half as long as memory traffic. `arithmetic`: seconds of all instructions of
     functions such as exp, and of multiply-adds as if no tile were padded."""
     return 2 * arithmetic < cost.bytes / hardware.bandwidth_bytes_per_s

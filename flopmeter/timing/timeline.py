@@ -27,7 +27,7 @@ from flopmeter.records import (
 )
 from flopmeter.records.collectives import COLLECTIVE_OPS
 from flopmeter.records.ops import Op
-from flopmeter.timing import cpu, kernels
+from flopmeter.timing import cpu, kernels, systolic
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
 from flopmeter.timing.concurrency import Activity, Party, Stretch, run_concurrently
@@ -204,7 +204,10 @@ class KernelPrices:
             return cpu.price(cost, self.hardware, self._switches)
         if clock not in self._devices:
             self._devices[clock] = self.hardware.at_clock(clock)
-        return kernels.price(cost, self._devices[clock], self._switches, cached, ran)
+        device = self._devices[clock]
+        if device.systolic_array:
+            return systolic.price(cost, device, self._switches, device.systolic_array)
+        return kernels.price(cost, device, self._switches, cached, ran)
 
 
 class LaunchPrices:
@@ -215,7 +218,8 @@ class LaunchPrices:
         self._hardware = price_at.hardware
         self.is_cpu = self._hardware.is_cpu
         self._launches, self._price_at, self._cluster, self._clock_of = launches, price_at, cluster, clock_of
-        self._cached = [] if self.is_cpu else cached_bytes(launches.kernels, self._hardware.l2_cache_bytes)
+        has_cache = not (self.is_cpu or self._hardware.systolic_array)
+        self._cached = cached_bytes(launches.kernels, self._hardware.l2_cache_bytes) if has_cache else []
         self._collectives: dict[Collective, CollectivePrice] = {}
 
     def __call__(self, number: int) -> _Priced:

@@ -13,14 +13,13 @@ from flopmeter.records import (
     RANDOM,
     ConvolutionWork,
     Cost,
-    GroupedMatmulWork,
     Kernel,
-    Matmul,
     MatmulWork,
     Op,
     RecurrentWork,
     Timing,
     VectorWork,
+    matmuls_of,
 )
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.report.drawers import VIEWS, draws
@@ -161,7 +160,7 @@ def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
     if (alignment := alignment_of(cost)) < constants.FULL_ALIGNMENT_BYTES:
         width = odd_width(cost)
         return f"odd width{f' {width}' if width else ''}: rows are aligned to {alignment} bytes, not 16"
-    tiles = sum(map(tile_count, matmuls_of(cost)))
+    tiles = sum(map(tile_count, matmuls_of(cost.work)))
     if tiles and tiles < device.sm_count:
         return f"few tiles: {tiles} for {device.sm_count} SMs"
     share = percent_of(2 * cost.macs - cost.masked_flops, timing.seconds * peak.flop_per_s) / 100
@@ -173,7 +172,7 @@ def _few_flops(cost: Cost, timing: Timing, device: Hardware) -> str:
     if isinstance(work, ConvolutionWork) and work.implicit.batch > 1 and work.shape.channels == 1:
         return f"{share}: one filter for each channel"
     intensity = f"{share}: {figure(cost.executed_flops / max(cost.bytes, 1))} FLOP/B"
-    rows = min((min(shape.m, shape.n) for shape in matmuls_of(cost)[:1]), default=FEW_ROWS)
+    rows = min((min(shape.m, shape.n) for shape in matmuls_of(cost.work)[:1]), default=FEW_ROWS)
     if rows >= FEW_ROWS or isinstance(work, ConvolutionWork):
         return intensity
     return f"{intensity}, {rows} row{'s' * (rows > 1)} for the whole weight"
@@ -191,17 +190,6 @@ def _is_converted(cost: Cost, peak: Peak) -> bool:
     return peak.unit == "matrix" and work.implicit.batch == 1
 
 
-def matmuls_of(cost: Cost) -> tuple[Matmul, ...]:
-    """The matmuls that a library runs, also the implicit one of a convolution, but not those of fused attention, which
-    has tiles of its own."""
-    match cost.work:
-        case MatmulWork() | GroupedMatmulWork() | RecurrentWork():
-            return cost.work.matmuls
-        case ConvolutionWork():
-            return (cost.work.implicit,)
-    return ()
-
-
 def alignment_of(cost: Cost) -> int:
     """The alignment of the operands' rows, in bytes; for other kernels it does not matter."""
     if isinstance(cost.work, MatmulWork | RecurrentWork):
@@ -212,7 +200,7 @@ def alignment_of(cost: Cost) -> int:
 def odd_width(cost: Cost) -> int | None:
     """The size of the matmul that is no multiple of 16 bytes; the largest one if there are several."""
     full = constants.FULL_ALIGNMENT_BYTES / item_bytes_of(cost.dtype)
-    sizes = [size for shape in matmuls_of(cost) for size in (shape.m, shape.n, shape.k) if size % full]
+    sizes = [size for shape in matmuls_of(cost.work) for size in (shape.m, shape.n, shape.k) if size % full]
     return max(sizes, default=None)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flopmeter.records import TensorSpec
+from flopmeter.records import TensorSpec, matmuls_of
 from flopmeter.report.advice.remedies import Proposal, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import with_tensors
-from flopmeter.report.advice.spots import alignment_of, matmuls_of, odd_width
+from flopmeter.report.advice.spots import alignment_of, odd_width
 from flopmeter.report.report import Report
 from flopmeter.timing import constants
 
@@ -41,7 +41,7 @@ def padded_widths(report: Report) -> Iterator[Proposal]:
 
     listed = ", ".join(f"{size} to {larger}" for size, larger in sorted(to.items()))
     yield Proposal(
-        "", lambda kernel: any(to.keys() & set(shape[1:]) for shape in matmuls_of(kernel.cost)),
+        "", lambda kernel: any(to.keys() & set(shape[1:]) for shape in matmuls_of(kernel.cost.work)),
         f"odd width {', '.join(map(str, sorted(to)))}: rows of it are not aligned to 16 bytes",
         f"pad {listed} (a multiple of {PADDED_TO}) and ignore the rest", priced(report, with_tensors(trace, padded)),
     )  # fmt: skip

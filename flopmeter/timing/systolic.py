@@ -1,0 +1,84 @@
+"""One kernel on a device whose products run in a systolic array (TPU, NeuronCore, Gaudi).
+
+Such a device has no SMs that take tiles in waves, and no cache: a compiler plans what lies in its memory on the chip.
+So a kernel takes its arithmetic or its bytes, whichever is longer, and only the array's own shape is known to cost
+more. None of it was measured.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from flopmeter.device.hardware import Hardware
+from flopmeter.records import (
+    AttentionShape,
+    AttentionWork,
+    Cost,
+    HostCopy,
+    Matmul,
+    MatrixWork,
+    Switches,
+    matmuls_of,
+)
+from flopmeter.timing import constants
+from flopmeter.timing.bandwidth import link_seconds
+from flopmeter.timing.kernels import Price, has_few_flops
+from flopmeter.timing.matmul import Busy, overlap
+
+
+def price(cost: Cost, hardware: Hardware, switches: Switches, side: int) -> Price:
+    """The price of a kernel on a device with arrays of `side` rows and columns.
+
+    Raises HardwareError if the device lacks its dtype.
+    """
+    arithmetic = _product_seconds(cost, hardware, switches, side) + _vector_seconds(cost, hardware)
+    if isinstance(cost.work, HostCopy):
+        memory = link_seconds(cost.work, hardware)
+    else:
+        memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
+    busy = Busy(arithmetic, memory, overlap(arithmetic, memory, constants.VECTOR_OVERLAP))
+    return Price(busy, f"{cost.op_class}, systolic array", has_few_flops(cost, arithmetic, hardware))
+
+
+def filled_share(work: MatrixWork, side: int) -> float:
+    """The share of its multiply-adds that the array spends on the matrices, and not on their padding.
+
+    One matrix stays in the array while the rows of the other pass through it, so that its two sides are padded to the
+    array's; to put it there takes as long as `side` rows take to pass (Jouppi et al., 'In-Datacenter Performance
+    Analysis of a Tensor Processing Unit', arXiv 1704.04760, section 2), so fewer rows take as long as these.
+    """
+    matmuls = _squares(work.shape) if isinstance(work, AttentionWork) else matmuls_of(work)
+    padded = sum(_padded(shape, side).macs for shape in matmuls)
+    return sum(shape.macs for shape in matmuls) / padded if padded else 1.0
+
+
+def _squares(shape: AttentionShape) -> list[Matmul]:
+    """Products of fused attention: queries with keys, and scores with values, for each size of sequence."""
+    sizes = [(count * shape.heads, queries, keys) for count, queries, keys in shape.sizes]
+    scores = [Matmul(batch, queries, keys, shape.head_dim) for batch, queries, keys in sizes]
+    return scores + [Matmul(batch, queries, shape.value_dim, keys) for batch, queries, keys in sizes]
+
+
+def _padded(shape: Matmul, side: int) -> Matmul:
+    return Matmul(shape.batch, *(ceil(size / side) * side for size in shape[1:]))
+
+
+def _product_seconds(cost: Cost, hardware: Hardware, switches: Switches, side: int) -> float:
+    """On the array, or on the vector units where that is faster, as of a depthwise convolution."""
+    if not isinstance(cost.work, MatrixWork) or not cost.macs:
+        return 0.0
+    dtype = switches.matmul_dtype(cost)
+    peak = hardware.contraction_peak(dtype)
+    rate = peak.sustained_flop_per_s
+    if peak.unit != "vector":
+        rate = max(rate * filled_share(cost.work, side), hardware.vector_peak(dtype).sustained_flop_per_s)
+    return (2 * cost.macs - cost.masked_flops) / rate
+
+
+def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
+    """All that is no product, a function such as exp as one operation: there is a unit for these."""
+    flops = cost.flops - 2 * cost.macs
+    if not flops:
+        return 0.0
+    share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
+    return flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share)

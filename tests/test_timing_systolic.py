@@ -1,0 +1,90 @@
+"""How kernels are priced on devices whose products run in a systolic array: by hand, and against their profiles."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from flopmeter import FlopMeter, available_hardware, load_hardware
+
+# 100 TFLOP/s in an array of 128 x 128, 1 TFLOP/s beside it, 1 TB/s from memory, nothing lost anywhere.
+TPU = load_hardware("tpu-v5e").replace(
+    vector_tflop_per_s={"fp32": 1},
+    matrix_tflop_per_s={"bf16": 100, "int8": None},
+    achieved={"matrix": 1, "vector": 1, "memory": 1},
+    memory_bandwidth_gb_per_s=1000,
+    pcie={"generation": 4, "bidirectional_gb_per_s": 64},
+    check=None,
+    unverified=[],
+)
+WITH_ARRAY = [name for name in available_hardware() if load_hardware(name).systolic_array]
+
+
+def priced(program, hardware=TPU):
+    """The one kernel that the program runs."""
+    with torch.inference_mode(), FlopMeter(hardware) as meter:
+        program()
+    (timing,) = meter.report().timings
+    return timing
+
+
+def meta(*shape):
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+def test_a_product_that_fills_the_array_takes_its_flops_at_the_peak():
+    timing = priced(lambda: meta(4096, 4096) @ meta(4096, 4096))
+    assert timing.compute_seconds == pytest.approx(2 * 4096**3 / 100e12)
+    assert timing.memory_seconds == pytest.approx(3 * 2 * 4096**2 / 1e12)
+
+
+def test_matrices_are_padded_to_the_array():
+    timing = priced(lambda: meta(200, 100) @ meta(100, 300))
+    assert timing.compute_seconds == pytest.approx(2 * 256 * 128 * 384 / 100e12)
+
+
+def test_few_rows_take_as_long_as_the_rows_that_load_the_array():
+    few, full = (priced(lambda rows=rows: meta(rows, 1024) @ meta(1024, 1024)) for rows in (16, 128))
+    assert few.compute_seconds == pytest.approx(full.compute_seconds)
+
+
+def test_heads_of_attention_narrower_than_the_array_take_as_long_as_it_is_wide():
+    def attention(depth):
+        q = meta(1, 8, 1024, depth)
+        return priced(lambda: F.scaled_dot_product_attention(q, q, q)).compute_seconds
+
+    scores = 8 * 1024 * 1024
+    products = {depth: 2 * 2 * scores * 128 / 100e12 for depth in (64, 128)}
+    assert attention(64) - products[64] == pytest.approx(attention(128) - products[128])  # softmax, beside the array
+
+
+def test_a_depthwise_convolution_runs_beside_the_array():
+    x, weight = meta(8, 256, 32, 32), meta(256, 1, 3, 3)
+    timing = priced(lambda: F.conv2d(x, weight, padding=1, groups=256))
+    assert timing.compute_seconds == pytest.approx(2 * 9 * 8 * 256 * 32 * 32 / 1e12)
+
+
+def test_an_addition_takes_its_bytes():
+    timing = priced(lambda: meta(2**25) + meta(2**25))
+    assert timing.work_seconds == pytest.approx(3 * 2 * 2**25 / 1e12, rel=0.1)
+    assert not timing.is_compute
+
+
+def test_a_copy_from_the_host_takes_the_link():
+    x = torch.empty(2**24, dtype=torch.bfloat16)
+    timing = priced(lambda: x.to("meta"))
+    assert timing.memory_seconds > 2 * 2**24 / 32e9
+
+
+@pytest.mark.parametrize("name", WITH_ARRAY)
+def test_large_products_reach_what_the_profile_says(name):
+    device = load_hardware(name)
+    timing = priced(lambda: meta(8192, 8192) @ meta(8192, 8192), device)
+    share = 2 * 8192**3 / timing.work_seconds / (device.matrix_tflop_per_s["bf16"] * 1e12)
+    assert share == pytest.approx(device.achieved.matrix, rel=0.02)
+
+
+@pytest.mark.parametrize("name", WITH_ARRAY)
+def test_a_layer_norm_runs_at_a_good_part_of_the_bandwidth(name):
+    device = load_hardware(name)
+    timing = priced(lambda: F.layer_norm(meta(8192, 4096), (4096,)), device)
+    assert 2 * 2 * 8192 * 4096 / timing.work_seconds > 0.3 * device.bandwidth_bytes_per_s
