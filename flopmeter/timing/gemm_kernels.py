@@ -39,6 +39,7 @@ class GemmKernels(NamedTuple):
     loads_inside: bool = False  # only what is inside of the matrix; else whole tiles, with zeros
     cluster: int = 0  # thread blocks that share what they load; 0: what a tile's loads cost it is in the exponent
     shared_memory_passes: int = 0  # of what is loaded, before instructions read it there; 0: shared memory is no bound
+    narrowest: int | None = None  # side that instructions multiply of a tile that is mostly outside of the matrix
     splits_batches: bool = False  # the depth of batched products may be split too
     ran: tuple[int, int] | None = None  # the tile of the kernel that ran, if that is known
 
@@ -91,10 +92,12 @@ SYNCHRONOUS_MMA = MMA._replace(overlap_exponent=2.0, reaches_peak=False)
 # store (CUTLASS, "Efficient GEMM in CUDA", warp specialization). So a tile takes hardly longer than the longer of its
 # multiply-adds and its loads, and the latter make small tiles slow: 64 x 64 has half the multiply-adds for a byte that
 # 128 x 128 has.
+# For fewer than 64 rows there are kernels with narrower instructions (`nvjet_tst_64x16_...`). On H100 and H200 their
+# loads take as long as those of 64 x 64: with those of the narrow tile alone, rows under 10 µs come out 10 % too fast.
 # Two blocks on Hopper load a part each and send it to both (`cluster`), and four on Blackwell, whose matrix
 # instructions work on two SMs at once.
 WARP_SPECIALIZED = MMA._replace(
-    tiles=_TILES_BY_16, tile_exponent=0.0, depth_step_bytes=128, stores_each_tile=False, cluster=2
+    tiles=_TILES_BY_16, tile_exponent=0.0, depth_step_bytes=128, stores_each_tile=False, cluster=2, narrowest=16
 )
 ON_TWO_SMS = WARP_SPECIALIZED._replace(cluster=4, memory_share=1.0)  # copies were not measured on Blackwell
 # cuDNN's on Hopper (`sm90_xmma_fprop_implicit_gemm_bf16..._tilesize256x64x32_...`) come in powers of two, without
@@ -105,6 +108,7 @@ WARP_SPECIALIZED_CONVOLUTIONS = WARP_SPECIALIZED._replace(
     cluster=1,
     shared_memory_passes=1,
     splits_batches=True,
+    narrowest=None,
 )
 # GeForce adds in fp32 at half rate: one thread block keeps the matrix units of an SM busy while another one stores.
 HALF_RATE_MMA = MMA._replace(stores_each_tile=False)

@@ -146,9 +146,10 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
         inside = min(rows, m), min(columns, n)
         stored = moved.written_bytes * prod(inside) / (batch * m * n)
         loads = _loads(*(inside if rates.kernels.loads_inside else (rows, columns)), rates.kernels.cluster)
+        multiplied = _narrowed(tile, inside, rates.kernels)
         for slices in splits:
             depth = k if slices == 1 else max(ceil(k / slices), constants.LEAST_SLICE_DEPTH)
-            way = _in_waves(tiles * slices, tile, loads, stored, depth, moved, rates)
+            way = _in_waves(tiles * slices, multiplied, loads, stored, depth, moved, rates)
             ways.append(way if slices == 1 else _adding_slices(way, slices * batch * m * n, rates))
             is_enough = tiles * slices >= constants.MOST_WAVES_SPLIT * rates.sm_count
             if is_enough or k <= slices * constants.LEAST_SLICE_DEPTH:
@@ -164,6 +165,16 @@ def _fitting(tiles: list[_Tile], m: int, n: int) -> Iterator[_Tile]:
         if count < least:
             least = count
             yield tile
+
+
+def _narrowed(tile: _Tile, inside: tuple[int, int], kernels: GemmKernels) -> _Tile:
+    """The part of a tile that instructions multiply: its shorter side where the matrix has less than that."""
+    if kernels.narrowest is None:
+        return tile
+    multiplied = ceil(min(inside) / kernels.narrowest) * kernels.narrowest
+    if inside[0] < inside[1]:
+        return tile._replace(rows=min(tile.rows, multiplied))
+    return tile._replace(columns=min(tile.columns, multiplied))
 
 
 def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> Busy:
