@@ -253,7 +253,7 @@ def test_rows_that_fill_five_tiles_of_64_take_no_longer_than_those_of_an_h100_th
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_few_rows_read_weights_as_fast_as_memory_does_where_matrix_units_are_few_too(rows):
-    """An H20 has an eighth of an H100's matrix units: 64 rows would take it 1.6 times as long as to read the weights."""
+    """An H20 has an eighth of an H100's matrix units: 64 rows would take 1.6 times as long as the weights."""
     h20 = load_hardware("h20-96gb")
     (took,) = seconds([partial(torch.mm, *_operands(rows, 28672, 8192))], h20)
     weights = 2 * 28672 * 8192 / h20.sustained_bandwidth_bytes_per_s

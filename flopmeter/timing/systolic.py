@@ -25,6 +25,10 @@ from flopmeter.timing.bandwidth import link_seconds
 from flopmeter.timing.kernels import Price, has_few_flops
 from flopmeter.timing.matmul import Busy, overlap
 
+# Of one score: its scale, the row's maximum, the difference to it, exp, and the row's sum. (Backward: scale, difference,
+# exp, and the difference and product that give the score's gradient.)
+SOFTMAX_OPERATIONS = 5
+
 
 def price(cost: Cost, hardware: Hardware, switches: Switches, side: int) -> Price:
     """The price of a kernel on a device with arrays of `side` rows and columns.
@@ -77,8 +81,17 @@ def _product_seconds(cost: Cost, hardware: Hardware, switches: Switches, side: i
 
 def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
     """All that is no product, a function such as exp as one operation: there is a unit for these."""
-    flops = cost.flops - 2 * cost.macs
+    flops = cost.flops - 2 * cost.macs + SOFTMAX_OPERATIONS * _scores(cost)
     if not flops:
         return 0.0
     share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
     return flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share)
+
+
+def _scores(cost: Cost) -> float:
+    """Scores of fused attention that no mask hides."""
+    if not isinstance(cost.work, AttentionWork):
+        return 0.0
+    shape = cost.work.shape
+    squares = shape.heads * sum(count * queries * keys for count, queries, keys in shape.sizes)
+    return squares * (1.0 - cost.masked_flops / (2 * cost.macs))
