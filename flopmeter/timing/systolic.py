@@ -25,8 +25,8 @@ from flopmeter.timing.bandwidth import link_seconds
 from flopmeter.timing.kernels import Price, has_few_flops
 from flopmeter.timing.matmul import Busy, overlap
 
-# Of one score: its scale, the row's maximum, the difference to it, exp, and the row's sum. (Backward: scale, difference,
-# exp, and the difference and product that give the score's gradient.)
+# Of one score: its scale, the row's maximum, the difference to it, exp, and the row's sum. (Backward: scale, difference
+# and exp, and the difference and product that give the score's gradient.)
 SOFTMAX_OPERATIONS = 5
 
 
