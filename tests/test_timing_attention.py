@@ -586,3 +586,14 @@ def test_cudnns_attention_takes_what_an_h100_took(name):
 def test_two_tiles_of_128_cost_197_tokens_as_much_as_256():
     """As their grids in profiles say: two blocks of 128 queries, which pass over two tiles of 128 keys."""
     assert cudnn(H100, 64, 197, 16, 64) == pytest.approx(cudnn(H100, 64, 256, 16, 64), rel=0.1)
+
+
+@pytest.mark.parametrize("device", ["m2-ultra-76c", "m4-max-40c", "max-1550"])
+def test_a_single_query_reads_its_cache_at_half_the_bandwidth_or_more_where_tiles_need_no_filling(device):
+    """As CUDA's kernels with 64 rows an Apple GPU, which has no matrix units, would take 40 times as long."""
+    query, cache = (torch.empty(8, 32, tokens, 128, dtype=torch.bfloat16, device="meta") for tokens in (1, 8192))
+    with torch.inference_mode(), FlopMeter(device) as meter:
+        F.scaled_dot_product_attention(query, cache, cache)
+    (timing,) = meter.report().timings
+    bytes_of_cache = 2 * 2 * cache.numel()
+    assert timing.work_seconds < bytes_of_cache / (0.5 * load_hardware(device).bandwidth_bytes_per_s)
