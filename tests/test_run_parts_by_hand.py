@@ -56,7 +56,7 @@ def test_the_steady_step_is_the_last_without_an_evaluation_or_the_last(evaluatio
     assert (found.setup, found.first, found.count) == (range(10), range(10, 20), 3)
     assert (found.steady, found.steady_number) == (range(*steady), number)
     assert found.evaluation == (None if evaluation is None else range(*evaluation))
-    assert found.later == tuple(range(*each) for each in later)
+    assert [ops for _, ops in found.later] == [range(*each) for each in later]
 
 
 MODULES = {name: type(name, (nn.Identity,), {})() for name in ("Encoder", "Decoder", "Draft", "Teacher", "Other")}
@@ -187,21 +187,20 @@ def test_an_optimizer_that_steps_first_leads_and_of_others_it_is_told_in_how_man
     kinds = (Rprop, SGD, Adagrad, Adadelta)
     _never, leading, other, late = (kind([nn.Parameter(torch.zeros(2))], lr=1.0) for kind in kinds)
 
-    def step(optimizer: Optimizer, begins: int, ends: int) -> bool:
+    def step(optimizer: Optimizer, begins: int, ends: int) -> str:
         nonlocal moment
         moment = begins
         optimizers.begin()
         moment = ends
-        return optimizers.ends_step(optimizer)
+        return optimizers.stepped(optimizer)
 
     assert not optimizers.one_has_stepped
-    assert not step(other, 1, 1)
-    assert not step(other, 2, 2)
+    assert [step(other, at, at) for at in (1, 2)] == ["counts for nothing"] * 2
     assert optimizers.idle_updates == 2
     assert not optimizers.one_has_stepped
-    assert step(leading, 8, 10)
-    assert [step(other, at - 1, at) for at in (5, 8, 15, 20)] == [False] * 4
-    assert step(leading, 18, 20)
+    assert step(leading, 8, 10) == "leads"
+    assert [step(other, at - 1, at) for at in (5, 8, 15, 20)] == ["follows"] * 4
+    assert step(leading, 18, 20) == "leads"
     assert optimizers.idle_updates == 2
 
     def told(steady: range) -> dict[str, int]:

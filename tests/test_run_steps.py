@@ -167,6 +167,40 @@ def test_where_to_win_names_the_line_of_the_script(monkeypatch):
     assert advice.where == f"test_run_steps.py:{line}"
 
 
+def trained_on(batches: tuple[int, ...], *optimizer_kinds, steps: int | None = None):
+    """A step for each batch of that many rows, with an optimizer for each layer of two."""
+    with flopmeter.cuda(A100, steps=steps) as device:
+        layers = [nn.Linear(64, 64).to(device) for _ in optimizer_kinds]
+        model = nn.Sequential(*layers)
+        optimizers = [kind(layer.parameters(), lr=0.1) for kind, layer in zip(optimizer_kinds, layers, strict=True)]
+        for rows in batches:
+            model(torch.zeros(rows, 64).to(device)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return device.report()
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_step_ends_with_the_last_of_the_optimizers_that_step_one_after_another(steps):
+    report = trained_on((8,) * (4 if steps else 3), torch.optim.AdamW, torch.optim.SGD, steps=steps)
+    phases = [op.phase for kernel in report.step.kernels for op in kernel.ops]
+    assert list(dict.fromkeys(phases)) == ["forward", "backward", "optimizer"]
+    assert report.parts.count == 3
+    assert {part.macs for name, part in report.by_part.items() if name != "setup"} == {5 * 8 * 64 * 64}
+
+
+@pytest.mark.parametrize(
+    ("batches", "number"), [((8, 8, 2), 2), ((8, 8, 8, 2), 3), ((2, 8, 8), 3), ((8, 4, 2), 3), ((8, 8, 4, 4), 4)]
+)
+def test_the_steady_step_is_the_last_with_the_batch_of_most_steps(batches, number):
+    report = trained_on(batches, torch.optim.SGD)
+    assert report.parts.steady_number == number
+    assert report.step.macs == 2 * batches[number - 1] * 64 * 64
+    is_last = number == len(batches)
+    assert ("most have its shapes, and a later one has not" in report.headline) == (not is_last)
+
+
 def test_of_two_optimizers_a_step_has_one_turn_of_each():
     with flopmeter.cuda(A100) as device:
         nets = [nn.Linear(64, 64, bias=False).to(device) for _ in range(2)]

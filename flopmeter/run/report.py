@@ -44,12 +44,18 @@ class RunReport:
         if parts.steady is not None:
             is_last = parts.steady_number == parts.count
             which = f"the last of {parts.count}" if is_last else f"number {parts.steady_number} of {parts.count}"
-            also = ", with calls in eval mode" if parts.evaluation else "" if is_last else "; later ones evaluate too"
+            also = ", with calls in eval mode" if parts.evaluation else "" if is_last else self._later
             also += "".join(_left_out(*each) for each in parts.without)
             return f"one steady step, {which} (marked by {parts.marked_by}){also}{self._spread}{self._stopped}"
         if parts.first is not None:
             return f"the first step, the only one that ran (marked by {parts.marked_by})"
         return "all that ran (no step was marked; --step-marker module:function marks one)"
+
+    @property
+    def _later(self) -> str:
+        """Why the steady step is not the last one."""
+        is_other = self.parts.later[-1][0] > self.parts.steady_number
+        return "; most have its shapes, and a later one has not" if is_other else "; later ones evaluate too"
 
     @property
     def _stopped(self) -> str:

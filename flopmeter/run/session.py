@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -30,7 +30,7 @@ from flopmeter.run.initial_values import InitialValues
 from flopmeter.run.own_code import imported_by_name
 from flopmeter.run.patches import Patch, applied
 from flopmeter.run.report import NothingRanError, RunReport
-from flopmeter.run.step_parts import Parts
+from flopmeter.run.step_parts import Parts, with_usual_step
 from flopmeter.run.steps import AUTO, Steps
 from flopmeter.run.synthetic import SyntheticData
 from flopmeter.run.weights import WeightFiles
@@ -238,7 +238,7 @@ class ScriptSession:
         """Setup, first step and steady step. Raises NothingRanError if no op ran on the device."""
         if "meta" not in self.meter.trace.devices:
             raise NothingRanError(NOTHING_RAN)
-        parts = self.steps.parts(self.now())
+        parts = self._parts()
         self.note_switches()
         ranges = {
             "setup": parts.setup,
@@ -255,7 +255,7 @@ class ScriptSession:
     def _seconds_of(self, parts: Parts, steady: Report, mode: Mode | None) -> Iterator[float]:
         """The times of the last steps that are like the steady one. Steps of the same calls are priced once."""
         ops = self.meter.trace.ops
-        for step in parts.later[-MOST_STEPS_PRICED:]:
+        for _, step in parts.later[-MOST_STEPS_PRICED:]:
             pairs = zip(step, parts.steady or (), strict=False)
             is_same = parts.steady and len(step) == len(parts.steady)
             if is_same and all(ops[number].call is ops[other].call for number, other in pairs):
@@ -269,8 +269,17 @@ class ScriptSession:
 
     def step_ops(self) -> range:
         """The ops of one steady step, or of the part that ran instead."""
-        parts = self.steps.parts(self.now())
+        parts = self._parts()
         return parts.steady or parts.first or parts.setup
+
+    def _parts(self) -> Parts:
+        return with_usual_step(self.steps.parts(self.now()), self._ops_and_shapes)
+
+    def _ops_and_shapes(self, ops: range) -> tuple[Hashable, Hashable]:
+        """What tells the work of one step from that of another: the calls in modules, forward. The rest differs in the
+        first step, too, which begins after its batch was loaded, and in which an optimizer makes its state."""
+        of_step = [op for number in ops if (op := self.meter.trace.ops[number]).module and op.phase == "forward"]
+        return tuple((op.module, op.call.func) for op in of_step), tuple(id(op.call) for op in of_step)
 
     def _part(self, ops: range, mode: Mode | None, repeats: bool) -> Report:
         report = self.meter.report(ops=ops, mode=mode, repeats=repeats)

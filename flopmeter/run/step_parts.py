@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class Parts:
     steady_number: int = 0  # of the steady step, from 1 on
     evaluation: range | None = None  # in the steady step, if every step has one: from the first call to the last
     ends_with_call: bool = False  # of a module. In a pipeline, what the call made is sent in the next step then
-    later: tuple[range, ...] = ()  # the steps after the first that are like the steady one: with or without evaluation
+    later: tuple[tuple[int, range], ...] = ()  # numbers and ops of steps after the first that evaluate if it does
     before: tuple[str, int] | None = None  # a class that is trained, and its calls without gradients in the setup
     stopped_untrained: bool = False  # the program was ended although it had only inferred
     without: tuple[tuple[str, int], ...] = ()  # optimizers that do not step in the steady step; in how many others
@@ -62,8 +62,22 @@ def parts_between(start: int, ends: list[int], marked_by: str, evaluations: Sequ
     }
     number, steady = max(steps, key=lambda step: (not within[step[0]], step[0]))
     evaluation = range(within[number][0].start, within[number][-1].stop) if within[number] else None
-    later = tuple(ops for step, ops in steps if bool(within[step]) == bool(evaluation))
+    later = tuple(step for step in steps if bool(within[step[0]]) == bool(evaluation))
     return Parts(setup, first, steady, count, marked_by, number, evaluation, later=later)
+
+
+def with_usual_step(parts: Parts, ops_and_shapes: Callable[[range], tuple[Hashable, Hashable]]) -> Parts:
+    """The parts with the last step that has the shapes of most, since the last batch of an epoch may be smaller. Only
+    steps with the ops of the last one count. Where most differ it stays, and so it does where each step evaluates."""
+    if parts.first is None or parts.steady is None or parts.evaluation is not None:
+        return parts
+    ops, _ = ops_and_shapes(parts.steady)
+    found = [(step, *ops_and_shapes(step[1])) for step in ((1, parts.first), *parts.later)]
+    alike = [(step, shapes) for step, its_ops, shapes in found if its_ops == ops]
+    (usual, times), *_ = Counter(shapes for _, shapes in alike).most_common(1)
+    (number, steady), _ = next(each for each in reversed(alike) if each[1] == usual)
+    is_most = 2 * times > len(alike) and number > 1
+    return replace(parts, steady=steady, steady_number=number) if is_most else parts
 
 
 def with_what_recurs(start: int, ends: Sequence[int], calls: Sequence[OutermostCall]) -> int:

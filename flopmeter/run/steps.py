@@ -1,8 +1,9 @@
 """Where a program's steps begin and end: setup, the first step, the steady step.
 
 A training step ends when an optimizer has stepped. With several optimizers the one that stepped first counts, so that
-each of them steps once in a step. Everything from one end to the next belongs to the step: data, forward, backward, and
-what the program does with the loss. Everything before the first forward pass that records gradients is setup. In a
+each of them steps once in a step; others that step after it with no backward pass between end the same step. Everything
+from one end to the next belongs to the step: data, forward, backward, and what the program does with the loss.
+Everything before the first forward pass that records gradients is setup. In a
 program that updates its weights without torch's optimizers a step is the time from one call of the outermost module
 that it trains to the next; where it trains tensors of no module, from one backward() to the next. In inference it is a
 call of the outermost module, or of the compiled function outside of modules, that the program calls most often, or a
@@ -293,10 +294,15 @@ class Steps:
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         is_first = not self._optimizers.one_has_stepped
-        if self._optimizers.ends_step(optimizer):
-            if is_first:
-                self._calls_before = list(self._untrained_calls())
-            self._end_update()
+        match self._optimizers.stepped(optimizer):
+            case "leads":
+                if is_first:
+                    self._calls_before = list(self._untrained_calls())
+                self._end_update()
+            case "follows" if self._ends and not self._has_backward(range(self._ends[-1], self._now())):
+                self._optimizers.goes_on()
+                self._ends[-1] = self._now()
+                self._stop_after_most()
 
     def _is_outermost(self) -> bool:
         """Whether no other module is running. What a checkpoint calls again in a backward pass belongs to that pass,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -46,19 +46,19 @@ class Optimizers:
         """An optimizer begins to step."""
         self._stepping.append(self._now())
 
-    def ends_step(self, optimizer: Optimizer) -> bool:
-        """The optimizer has stepped: whether that ends the program's step. A step without ops does not count: a wrapper
-        only accumulated gradients."""
+    def stepped(self, optimizer: Optimizer) -> Literal["leads", "follows", "counts for nothing"]:
+        """The optimizer has stepped: whether it leads, or is another one. A step without ops does not count: a wrapper
+        only accumulated gradients. Nor does one within another optimizer's step."""
         if self._stepping and self._stepping.pop() == self._now():
             self.idle_updates += 1
-            return False
+            return "counts for nothing"
         is_part = _steps_in_another(optimizer)
         if self._leader is None and not is_part:
             self._leading = weakref.ref(optimizer)
         if optimizer is self._leader and not is_part:
-            return True
+            return "leads"
         self._others.setdefault(self._named(optimizer), []).append(self._now())
-        return False
+        return "counts for nothing" if is_part else "follows"
 
     def begins_anew(self, has_backward_since: Callable[[], bool]) -> bool:
         """Whether the leader's update that has ended is the first of a step. DeepSpeed's ZeRO steps one group of
@@ -71,6 +71,10 @@ class Optimizers:
         self._updates += 1
         self._updated_now |= updated
         return anew
+
+    def goes_on(self) -> None:
+        """Another optimizer's update belongs to the step that the leader's has ended."""
+        self._updates += 1
 
     @property
     def may_go_on(self) -> bool:
