@@ -56,8 +56,10 @@ def as_regions(touched: Iterable[TensorSpec | Region]) -> tuple[Region, ...]:
 
 def _charges(group: list[TensorSpec]) -> dict[TensorSpec, int]:
     """The bytes that each tensor of one storage adds to those before it."""
-    whole = _nbytes(group)
     apart = {spec: spec.nbytes for spec in group}
+    if len(group) == 1:
+        return apart
+    whole = _nbytes(group)
     if whole == sum(apart.values()):
         return apart
     covered = [0, *(min(_nbytes(group[:count]), whole) for count in range(1, len(group))), whole]
@@ -72,8 +74,6 @@ def distinct_bytes(specs: Iterable[TensorSpec]) -> int:
 
 def _nbytes(group: list[TensorSpec]) -> int:
     """The bytes that these regions of one storage cover together."""
-    if len(group) == 1:
-        return group[0].nbytes
     sizes = {spec.dtype.itemsize for spec in group}
     unit = min(sizes)
     return unit * count_union(_extent(spec, spec.dtype.itemsize // unit) for spec in group)

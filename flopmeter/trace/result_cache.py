@@ -39,9 +39,10 @@ def result_maker(func: OpOverload, inputs: Sequence[Tensor], result: Any) -> Res
     return _maker(result, inputs, storages)
 
 
-def once_for_each_geometry(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def once_for_each_geometry(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """The result of a foreach op, which does to the tensors at one place of its lists what the op of single tensors
-    does: of places with equal shapes, strides and types only the first runs. All tensors are dense and on meta."""
+    does: of places with equal shapes, strides and types only the first runs, and none where the op writes in place and
+    has nothing to refuse, since all tensors there are floats of one geometry. All tensors are dense and on meta."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     if len({len(each) for each in lists}) != 1:
         return func(*args, **kwargs)  # torch has an error to raise
@@ -49,6 +50,10 @@ def once_for_each_geometry(func: Callable[..., Any], *args: Any, **kwargs: Any) 
     firsts = [
         first.setdefault(tuple(map(_geometry, place)), number) for number, place in enumerate(zip(*lists, strict=True))
     ]
+    if not func._schema.returns:
+        first = {place: number for place, number in first.items() if not _are_floats_alike(place)}
+        if not first:
+            return None
 
     def chosen(value: Any) -> Any:
         return [value[number] for number in first.values()] if isinstance(value, (list, tuple)) else value
@@ -62,6 +67,11 @@ def once_for_each_geometry(func: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 def _geometry(value: Any) -> Any:
     return (value.shape, torch_strides(value), value.dtype) if isinstance(value, Tensor) else type(value)
+
+
+def _are_floats_alike(place: Sequence[Any]) -> bool:
+    tensors = {each for each in place if isinstance(each, tuple)}
+    return len(tensors) == 1 and next(iter(tensors))[2].is_floating_point
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
