@@ -45,9 +45,21 @@ def causal_config(given: Any) -> Any:
         raise ServingError(
             f"{type(config).__name__}: a config to serve has {', '.join(needed)}; this one lacks {', '.join(missing)}"
         )
+    _check_decodes(config)
     if not any("CausalLM" in name or "LMHead" in name for name in getattr(config, "architectures", None) or ()):
-        config.architectures = _causal_classes(config, is_part=config is not given)
+        config.architectures = _causal_classes(config, whole=None if config is given else given)
     return config
+
+
+def _check_decodes(config: Any) -> None:
+    """Raises ServingError for an encoder, also where the config names its class with a head: transformers masks no
+    later token in it and keeps no cache, unless the config says that it is a decoder."""
+    known = import_module("transformers.models.auto.modeling_auto")
+    if config.model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise ServingError(
+            f"{config.model_type} is an encoder, which makes no text token by token: take a causal language model, or "
+            "a config with is_decoder=True"
+        )
 
 
 def _language_of(config: Any) -> Any:
@@ -61,19 +73,17 @@ def _language_of(config: Any) -> Any:
     return language
 
 
-def _causal_classes(config: Any, is_part: bool) -> list[str] | None:
-    """The class of the language model; None for a part of another model that only has the base model."""
+def _causal_classes(config: Any, whole: Any | None) -> list[str] | None:
+    """The class of the language model; None for a part of another model, `whole`, that only has the base model."""
     known = import_module("transformers.models.auto.modeling_auto")
     names = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if config.model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        raise ServingError(
-            f"{config.model_type} is an encoder, which makes no text token by token: take a causal language model, or "
-            "a config with is_decoder=True"
-        )
     if config.model_type in names:
         return [str(names[config.model_type])]
-    if is_part and config.model_type in known.MODEL_MAPPING_NAMES:
+    if whole is not None and config.model_type in known.MODEL_MAPPING_NAMES:
         return None
+    of_whole = None if whole is None else names.get(whole.model_type)
+    if of_whole and getattr(import_module("transformers"), of_whole).config_class is type(config):
+        return [of_whole]  # under the type of the whole model, as Emu3's
     raise ServingError(f"transformers has no causal language model of type {config.model_type!r} to serve")
 
 
