@@ -91,11 +91,30 @@ def test_a_language_model_whose_class_goes_by_the_type_of_the_whole_model_is_ser
     assert of_part.rows == alone.rows
 
 
+def test_a_language_model_that_no_list_of_transformers_has_is_served_with_the_head_of_its_whole_model():
+    """Qwen3-Omni's thinker: the weights of its language model and of its head, by torch."""
+    text = {**SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    if not hasattr(transformers, "Qwen3OmniMoeThinkerConfig"):
+        pytest.skip("this transformers has no Qwen3-Omni")
+    config = transformers.Qwen3OmniMoeThinkerConfig(text_config={**text, "rope_parameters": None})
+    with torch.device("meta"):
+        whole = transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config)
+    parts = (whole.get_decoder(), whole.get_output_embeddings())
+    numbers = sum(weight.numel() for part in parts for weight in part.parameters())
+    (row,) = serving(config, [H100], prompt=64, output=4).rows
+    assert row.weight_bytes == 2 * numbers
+    assert row.kv_bytes_per_request == 68 * 4 * 2 * 4 * 32 * 2  # tokens, layers, keys and values of 4 heads, bf16
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "said"),
     [
         ("AriaText", {"moe_num_experts": 8, "moe_topk": 3}, "each token picks 3 experts of a layer"),
-        ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 128}, "each token picks 3 experts"),
+        (
+            "Ernie4_5_Moe",
+            {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 128},
+            "each token picks 3 experts",
+        ),
         ("Doge", {"num_experts_per_tok": 2, "is_moe": False}, None),
     ],
 )

@@ -291,4 +291,4 @@ def _in_one_line(what: str) -> Iterator[None]:
 
 def _built(config: Any) -> Any:
     model = model_of(config)
-    return model if config.architectures else Headed(model)
+    return Headed(model) if model.get_output_embeddings() is None else model

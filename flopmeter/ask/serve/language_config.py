@@ -47,7 +47,7 @@ def causal_config(given: Any) -> Any:
         )
     _check_decodes(config)
     if not any("CausalLM" in name or "LMHead" in name for name in getattr(config, "architectures", None) or ()):
-        config.architectures = _causal_classes(config, whole=None if config is given else given)
+        config.architectures = _causal_classes(config, is_part=config is not given)
     return config
 
 
@@ -73,18 +73,27 @@ def _language_of(config: Any) -> Any:
     return language
 
 
-def _causal_classes(config: Any, whole: Any | None) -> list[str] | None:
-    """The class of the language model; None for a part of another model, `whole`, that only has the base model."""
+def _causal_classes(config: Any, is_part: bool) -> list[str] | None:
+    """The class of the language model; None for a part of another model that only has the base model."""
     known = import_module("transformers.models.auto.modeling_auto")
     names = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.model_type in names:
         return [str(names[config.model_type])]
-    if whole is not None and config.model_type in known.MODEL_MAPPING_NAMES:
+    if is_part and config.model_type in known.MODEL_MAPPING_NAMES:
         return None
-    of_whole = None if whole is None else names.get(whole.model_type)
-    if of_whole and getattr(import_module("transformers"), of_whole).config_class is type(config):
-        return [of_whole]  # under the type of the whole model, as Emu3's
+    if own := _class_that_takes(config):
+        return [own]
     raise ServingError(f"transformers has no causal language model of type {config.model_type!r} to serve")
+
+
+def _class_that_takes(config: Any) -> str | None:
+    """The language model of a config whose type is in none of transformers' lists, such as that of Emu3 or Qwen3-Omni:
+    with its head where there is such a class, else the base model."""
+    transformers = import_module("transformers")
+    classes = vars(import_module(type(config).__module__.replace(".configuration_", ".modeling_")))
+    names = [name for name, each in classes.items() if getattr(each, "config_class", None) is type(config)]
+    known = [name for name in names if hasattr(transformers, name) and "Encoder" not in name]
+    return next((name for ending in ("ForCausalLM", "TextModel") for name in known if name.endswith(ending)), None)
 
 
 def layer_attributes(config: Any) -> Collection[str]:
