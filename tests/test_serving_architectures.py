@@ -78,7 +78,7 @@ def test_an_encoder_is_refused_also_where_its_config_names_the_class_with_a_head
     """transformers masks no later token in it, and keeps no cache, unless the config says that it is a decoder."""
     sizes = {name: size for name, size in SMALL.items() if name not in ("head_dim", "num_key_value_heads")}
     sizes["architectures"] = ["RobertaForCausalLM"]
-    with pytest.raises(ServingError, match="roberta is an encoder, .* or a config with is_decoder=True"):
+    with pytest.raises(ServingError, match=r"roberta is an encoder, .* or a config with is_decoder=True"):
         serving(transformers.RobertaConfig(**sizes), [H100], prompt=64, output=4)
     assert serving(transformers.RobertaConfig(**sizes, is_decoder=True), [H100], prompt=64, output=4).rows
 

@@ -22,7 +22,8 @@ from flopmeter.ask.serve.language_config import layer_attributes
 MOST_UNSPLIT = 0.05  # of a layer without its experts: small projections lie whole on each rank in engines too
 MOST_COPIED = 1.5  # all ranks together may hold this many times the model: some hold the same norms and heads
 _SPLIT = (
-    "num_attention_heads", "num_attention_heads_per_layer", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size",
+    "num_attention_heads", "num_attention_heads_per_layer", "num_key_value_heads", "intermediate_size",
+    "moe_intermediate_size", "vocab_size",
     "vocab_size_per_layer_input",
     "intermediate_size_mlp", "shared_intermediate_size", "shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size", "dense_intermediate_size", "prefix_dense_intermediate_size",
