@@ -131,17 +131,20 @@ def unsplit_block(model: Any, whole: Any) -> str | None:
     whose split matrices give parts that none of its others takes. A block of one matrix, such as a router, may be
     whole."""
     sizes, layers = Counter[str](), Counter[str]()
-    cuts: dict[str, list[str]] = {}
+    flat: dict[str, list[str]] = {}  # how matrices are cut
+    stacked: dict[str, list[str]] = {}  # and those of experts
     for (name, own), all_of_it in zip(model.named_parameters(), whole.parameters(), strict=True):
         if own.ndim > 1 and not name.endswith("bias") and (match := _BLOCK.match(name)):
-            block = match.group()
-            cuts.setdefault(block, []).append(_cut(own, all_of_it))
+            block, cut = match.group(), _cut(own, all_of_it)
+            (flat if own.ndim == 2 else stacked).setdefault(block, []).append(cut)
             if own.ndim == 2:
                 sizes[block] += own.numel()
                 layers[_layer_of(block)] += own.numel()
-    for block, each in cuts.items():
-        is_large = sizes[block] > MOST_UNSPLIT * layers[_layer_of(block)]
-        if len(each) > 1 and is_large and "inputs" not in each:
+    for block, each in flat.items():
+        cuts = {*each, *stacked.get(block, ())}
+        is_torn = "outputs" in cuts and "inputs" not in cuts
+        is_large = len(each) > 1 and sizes[block] > MOST_UNSPLIT * layers[_layer_of(block)]
+        if is_large and (is_torn or set(each) == {"none"}):
             return block
     return None
 
