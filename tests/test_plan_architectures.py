@@ -59,6 +59,16 @@ def test_a_rank_holds_its_part_of_a_tied_embedding_once():
     assert costs.after.parameters == 256
 
 
+def test_a_type_whose_language_model_takes_a_part_of_the_config_is_planned_by_that_part():
+    if not hasattr(transformers, "Qwen3_5Config"):
+        pytest.skip("this transformers has no Qwen3.5")
+    sizes = {**SMALL, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"] * 3}
+    whole = transformers.Qwen3_5Config(text_config=sizes)
+    with torch.device("meta"):
+        language = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**sizes))
+    assert subject_of(whole).parameters == language.num_parameters()
+
+
 class FixedBlock(nn.Module):
     """Its forward pass names the whole width, so that no rank can have a part of it."""
 

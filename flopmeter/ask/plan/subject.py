@@ -155,7 +155,18 @@ def _causal(config: Any) -> Any:
         if name is None:
             raise TargetError(f"transformers has no causal language model of type {config.model_type}")
         config.architectures = [name]
-    return config
+    return _taken_by(config.architectures[0], config)
+
+
+def _taken_by(architecture: str, config: Any) -> Any:
+    """The config, or its part for the language model where the class takes that, as those of Qwen3.5 and Gemma 4."""
+    import transformers
+
+    taken, part = getattr(getattr(transformers, architecture, None), "config_class", None), config.get_text_config()
+    if part is config or type(part) is not taken:
+        return config
+    part.architectures = [architecture]
+    return part
 
 
 def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
