@@ -162,7 +162,8 @@ def _taken_by(architecture: str, config: Any) -> Any:
     """The config, or its part for the language model where the class takes that, as those of Qwen3.5 and Gemma 4."""
     import transformers
 
-    taken, part = getattr(getattr(transformers, architecture, None), "config_class", None), config.get_text_config()
+    taken = getattr(getattr(transformers, architecture, None), "config_class", None)
+    part = config.get_text_config(decoder=True)
     if part is config or type(part) is not taken:
         return config
     part.architectures = [architecture]
