@@ -56,9 +56,10 @@ def _check_decodes(config: Any) -> None:
     later token in it and keeps no cache, unless the config says that it is a decoder."""
     known = import_module("transformers.models.auto.modeling_auto")
     if config.model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        otherwise = ", or a config with is_decoder=True" if hasattr(config, "is_decoder") else ""
         raise ServingError(
-            f"{config.model_type} is an encoder, which makes no text token by token: take a causal language model, or "
-            "a config with is_decoder=True"
+            f"{config.model_type} is an encoder, which makes no text token by token: take a causal language model"
+            + otherwise
         )
 
 
