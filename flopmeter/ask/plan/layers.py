@@ -18,11 +18,15 @@ from flopmeter.ask.plan.overlap import hidden_seconds
 from flopmeter.ask.plan.program import PARAMETERS, Where, backward, give_gradients, optimizer_step, split_layers
 from flopmeter.ask.plan.schedules import PassKind
 from flopmeter.ask.plan.splits import PlanError, Shape
-from flopmeter.ask.plan.subject import Subject
+from flopmeter.ask.plan.subject import Subject, in_words
 from flopmeter.ask.what_if import improved
+from flopmeter.costs import UncountedError
 from flopmeter.costs.data_movement.communication import dtensor_notes
+from flopmeter.device.hardware import HardwareError
 from flopmeter.distributed import world
+from flopmeter.known_values.assumptions import DataDependentError
 from flopmeter.meter import FlopMeter
+from flopmeter.models.hub_inputs import TargetError
 from flopmeter.records import DEFAULT_STREAM, Op
 from flopmeter.report.report import Report
 from flopmeter.timing.host import HostStep, host_steps
@@ -99,6 +103,19 @@ class LayerCosts(NamedTuple):
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
     optimizer_host_seconds: tuple[float, float] = (0.0, 0.0)  # of its step, and for each of its tensors besides
+
+
+def try_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool = False) -> LayerCosts | str:
+    """The same as `meter_layers`, or in words why the model does not run in this shape: plans for tensor parallelism
+    that transformers never tried end in all kinds of errors."""
+    try:
+        return meter_layers(subject, where, shape, async_tp=async_tp)
+    except (PlanError, TargetError, HardwareError, DataDependentError, UncountedError):
+        raise
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if shape.runs_as_written:
+            raise PlanError(f"{subject.name} does not run: {in_words(error)}") from error
+        return in_words(error)
 
 
 def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool = False) -> LayerCosts:

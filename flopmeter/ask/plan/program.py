@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -43,11 +44,30 @@ def split_layers(
     """Tensor parallelism over mesh['tp'], experts over these global ranks, and recomputation of layers, in place."""
     split_experts(model, expert_ranks)
     if mesh["tp"].size() > 1:
-        parallelize_module(model, mesh["tp"], dict(subject.tensor_parallel(model)))
+        with _staying_tied(model), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Parallelize plan key")  # of another kind of layer
+            parallelize_module(model, mesh["tp"], dict(subject.tensor_parallel(model)))
     for block in subject.layers_of(model):
         if recompute != "none":
             options: dict[str, Any] = {"context_fn": _selective} if recompute == "selective" else {}
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+@contextmanager
+def _staying_tied(model: nn.Module) -> Iterator[None]:
+    """In this context parameters are split; those that were one, such as an embedding and a head that are tied, are one
+    again afterwards if both are split alike."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    yield
+    for first, *others in names.values():
+        kept: Any = model.get_parameter(first)
+        for name in others:
+            other: Any = model.get_parameter(name)
+            if getattr(kept, "placements", None) == getattr(other, "placements", None):
+                path, _, own = name.rpartition(".")
+                setattr(model.get_submodule(path), own, kept)
 
 
 def shard(subject: Subject, model: nn.Module, mesh: DeviceMesh, split: Split) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from flopmeter.ask.plan.compose import Composed, SplitWork, compose, least_seconds
-from flopmeter.ask.plan.layers import LayerCosts, meter_layers
+from flopmeter.ask.plan.layers import LayerCosts, try_layers
 from flopmeter.ask.plan.memory import MemoryUse, least_bytes, memory_of, state_bytes
 from flopmeter.ask.plan.notes import nothing_divides
 from flopmeter.ask.plan.program import Where
@@ -37,6 +37,7 @@ class Search:
         self._subject, self._bounds, self._where = subject, bounds, where
         self._usable, self._async_tp = usable, async_tp
         self.costs: dict[Shape, LayerCosts] = {}
+        self._failed: dict[Shape, str] = {}  # shapes in which the model does not run, and why
         self.considered = self.may_fit = 0
 
     @property
@@ -68,19 +69,25 @@ class Search:
             raise PlanError(nothing_divides(self._subject, self._bounds, wishes))
         worth = [each for each in candidates if self._may_fit(each)] or candidates
         shapes = list(dict.fromkeys([*(each.shape for each in worth), ONE_RANK]))
-        metered = run(partial(meter_layers, self._subject, self._where, async_tp=self._async_tp), shapes)
-        self.costs = dict(zip(shapes, metered, strict=True))
-        works = [self._work(each) for each in worth]
+        metered = run(partial(try_layers, self._subject, self._where, async_tp=self._async_tp), shapes)
+        for shape, found in zip(shapes, metered, strict=True):
+            if isinstance(found, str):
+                self._failed[shape] = found
+            else:
+                self.costs[shape] = found
+        works = [self._work(each) for each in worth if each.shape in self.costs]
+        if not works:
+            raise PlanError(f"none of these splits runs: {'; '.join(self._left_out())}")
         sizes = [least_bytes(work) for work in works]
         may_fit = [
             work for work, size in zip(works, sizes, strict=True) if self._usable is None or size <= self._usable
         ]
-        found = _fastest(may_fit, rows, self._usable)
-        if not found:
+        fastest = _fastest(may_fit, rows, self._usable)
+        if not fastest:
             smallest = heapq.nsmallest(rows, range(len(works)), key=sizes.__getitem__)
             return [_Found(work.split, compose(work), memory_of(work)) for work in map(works.__getitem__, smallest)]
         self.may_fit = len(may_fit)
-        return found
+        return fastest
 
     def _may_fit(self, split: Split) -> bool:
         """Whether parameters, gradients and optimizer state alone fit."""
@@ -122,7 +129,12 @@ class Search:
         found = [note for costs in self.costs.values() for note in costs.notes]
         if self._subject.is_compiled and self._where.mode == "eager":
             found.append("layers run eagerly, though the model compiles them: mode='compiled' prices them as compiled")
-        return found + [f"assumed: {each}" for costs in self.costs.values() for each in costs.assumptions]
+        assumed = [f"assumed: {each}" for costs in self.costs.values() for each in costs.assumptions]
+        return [*found, *(f"left out: {each}" for each in self._left_out()), *assumed]
+
+    def _left_out(self) -> list[str]:
+        whys = {str(shape): why for shape, why in reversed(self._failed.items())}  # one for all microbatches
+        return [f"{shape}, since {self._subject.name} does not run so ({why})" for shape, why in whys.items()]
 
 
 def _fastest(works: list[SplitWork], rows: int, usable_bytes: int | None) -> list[_Found]:

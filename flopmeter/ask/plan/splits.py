@@ -107,6 +107,16 @@ class Shape(NamedTuple):
     microbatch: int
     recompute: Recompute
 
+    @property
+    def runs_as_written(self) -> bool:
+        """Whether layers run as on one GPU, each once."""
+        return self._replace(microbatch=1) == (1, 1, 1, 1, "none")
+
+    def __str__(self) -> str:
+        sizes = " x ".join(f"{name} {size}" for name in ("tp", "cp", "ep") if (size := getattr(self, name)) > 1)
+        again = "" if self.recompute == "none" else f"{self.recompute} recomputation"
+        return " with ".join(filter(None, (sizes, again))) or "one GPU"
+
 
 class Bounds(NamedTuple):
     """What limits the splits."""

@@ -126,8 +126,19 @@ def _maker(build: Any) -> Callable[[], nn.Module]:
 
 
 def _of_config(config: Any) -> nn.Module:
-    """A model with a config of its own, which `_tell_config` changes."""
-    return model_of(copy.deepcopy(config), torch.float32)
+    """A model with a config of its own, which `_tell_config` changes. Raises TargetError where transformers makes
+    none."""
+    try:
+        model: nn.Module = model_of(copy.deepcopy(config), torch.float32)
+    except Exception as error:
+        named = next(iter(config.architectures), config.model_type)
+        raise TargetError(f"{named} of transformers cannot be built ({in_words(error)})") from error
+    return model
+
+
+def in_words(error: Exception) -> str:
+    """An error of somebody else's code in one line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _builtin(name: str) -> nn.Module:
@@ -144,7 +155,19 @@ def _causal(config: Any) -> Any:
         if name is None:
             raise TargetError(f"transformers has no causal language model of type {config.model_type}")
         config.architectures = [name]
-    return config
+    return _taken_by(config.architectures[0], config)
+
+
+def _taken_by(architecture: str, config: Any) -> Any:
+    """The config, or its part for the language model where the class takes that, as those of Qwen3.5 and Gemma 4."""
+    import transformers
+
+    taken = getattr(getattr(transformers, architecture, None), "config_class", None)
+    part = config.get_text_config(decoder=True)
+    if part is config or type(part) is not taken:
+        return config
+    part.architectures = [architecture]
+    return part
 
 
 def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -184,8 +207,19 @@ def _tell_config(model: nn.Module, layers: Sequence[int]) -> None:
     if hasattr(config, "get_text_config"):
         text = config.get_text_config()
         if getattr(text, "layer_types", None):
-            text.layer_types = [text.layer_types[index] for index in layers]
-        text.num_hidden_layers = len(layers)
+            _set_kinds(text, [text.layer_types[index] for index in layers])
+        if not getattr(text, "hidden_size_per_layer_input", None):  # else inputs of all layers are made at once
+            text.num_hidden_layers = len(layers)
+
+
+def _set_kinds(config: Any, kinds: list[str]) -> None:
+    """Sets the kinds of layers, also where the config derives them from other fields, such as Jamba's period."""
+    try:
+        config.layer_types = kinds
+    except AttributeError:  # a property without a setter
+        own = type(config)
+        name = own.attribute_map.get("layer_types", "layer_types")
+        config.__class__ = type(own.__name__, (own,), {name: kinds})
 
 
 def _first_number(config: Any, names: tuple[str, ...]) -> int | None:

@@ -139,8 +139,9 @@ def notes_of(
 def _of_model(own: StepModel) -> Iterator[str]:
     if own.decoder.part_of:
         yield f"the language model of {own.decoder.part_of} alone: what it has for images or sound is left out"
-    if picks := getattr(own.decoder.config, "num_experts_per_tok", None):
-        yield f"each token picks {counted(picks, 'expert')} of a layer; assumed: routing={own.routing!r}"
+    if picks := own.decoder.picks:
+        few = "".join(f"{each} or " for each in picks[:-1])
+        yield f"each token picks {few}{counted(picks[-1], 'expert')} of a layer; assumed: routing={own.routing!r}"
     if states := own.decoder.state_bytes:
         yield (
             f"{with_prefix(states, 'B')} of a request's cache are states of linear attention, in"

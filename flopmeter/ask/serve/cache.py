@@ -18,6 +18,9 @@ from torch import Tensor
 CacheKind = Literal["paged", "transformers"]
 """Who holds keys and values: a server, in memory of its own, or transformers' DynamicCache."""
 
+WINDOW = "flopmeter_window"
+"""An attribute of the keys that a layer with a window holds in pages: its tokens, for attention that is not told."""
+
 
 class ServingError(ValueError):
     """What was asked of a server makes no sense, or its model cannot be run step by step."""
@@ -59,6 +62,9 @@ def empty_cache(config: Any, kind: CacheKind) -> Any:
         own_layers = caches.DynamicCache(config=config).layers
     except KeyError as error:
         raise ServingError(f"{config.model_type}: transformers has no cache for its layers of type {error}") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        why = str(error).partition("\n")[0]
+        raise ServingError(f"{config.model_type}: transformers makes no cache for this config ({why})") from error
     for own in own_layers:
         if type(own) in with_keys:
             layers.append(held(kind, own))
@@ -150,6 +156,7 @@ def _held_layer(base: Any, *, has_chunks: bool) -> Any:
             elif has_chunks:
                 most_old = most  # kernels have no argument for chunks: at most one whole chunk is read
             self.kept = KeptLayer(0, most, most_old)
+            self.window = None if has_chunks or most == math.inf else int(most)
 
         def fill(self, cached: int) -> None:
             self.cached, self.old = cached, int(min(cached, self.kept.most_old))
@@ -159,6 +166,8 @@ def _held_layer(base: Any, *, has_chunks: bool) -> Any:
             self.kept = self.kept._replace(elements=elements)
             hold = _paged if self.is_paged else _copied
             self.keys, self.values = hold(self.old, key_states), hold(self.old, value_states)
+            if self.is_paged:
+                setattr(self.keys, WINDOW, self.window)
             return self.keys, self.values
 
         def get_seq_length(self) -> int:

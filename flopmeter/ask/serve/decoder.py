@@ -29,15 +29,17 @@ from flopmeter.ask.serve.shorter import Shorter
 from flopmeter.ask.serve.spread_experts import SpreadExperts, spread_experts
 from flopmeter.ask.serve.tensor_parallel import (
     MOST_COPIED,
-    all_reduce_sizes,
+    Summed,
+    counting_runs,
     distinct_parameters,
     keep_width_of_heads,
     numbers_in_layers,
     split_config,
+    summed_in_blocks,
     unsplit_block,
 )
 from flopmeter.known_values.assumptions import DataDependentError
-from flopmeter.launch.grouped_matmul import in_one_kernel
+from flopmeter.launch.grouped_matmul import in_one_kernel, is_grouped
 from flopmeter.meter import FlopMeter
 from flopmeter.models.hub_inputs import TargetError
 from flopmeter.models.hubs import model_of
@@ -56,7 +58,7 @@ class Decoder:
     config: Any
     cache: CacheKind
     ranks: int
-    all_reduces: tuple[int, ...] = ()  # in a step: how many numbers of each token
+    summed: tuple[Summed, ...] = ()  # by the ranks
     part_of: str | None = None  # the type of a model of images or sound, of which this is the language model
     spread: tuple[SpreadExperts, ...] = ()  # of each layer whose experts are spread over GPUs
     shorter: Shorter[Decoder] | None = (
@@ -75,6 +77,14 @@ class Decoder:
     def parameter_bytes(self) -> int:
         """Bytes of this rank's weights, as the model keeps them; tied weights count once."""
         return sum(tensor.nbytes for tensor in distinct_parameters(self.model))
+
+    @functools.cached_property
+    def all_reduces(self) -> tuple[int, ...]:
+        """Of a step, each with how many numbers of a token the ranks add up."""
+        blocks = {each.block for each in self.summed}
+        with counting_runs(self.model, blocks) as runs:
+            self._first_step(empty_cache(self.config, self.cache))
+        return tuple(each.size for each in self.summed for _ in range(max(1, runs[each.block])))
 
     def kv_bytes(self, tokens: int, element_bytes: float) -> float:
         """Bytes that a sequence of that many tokens holds on this rank, in all layers. A layer with a window holds no
@@ -100,10 +110,17 @@ class Decoder:
     def _kept(self) -> tuple[KeptLayer, ...]:
         return self._after_a_step[0]
 
+    @property
+    def picks(self) -> list[int]:
+        """How many experts of a layer a token picks, each number once; configs have many names for it."""
+        if self.spread:
+            return sorted({each.picks for each in self.spread})
+        return sorted({kernel.op.call.outputs[0].shape[0] for kernel in self._after_a_step[2] if is_grouped(kernel)})
+
     @functools.cached_property
-    def _after_a_step(self) -> tuple[tuple[KeptLayer, ...], Any]:
-        """What each layer keeps, as a step of one token shows, and the cache after it: models that run layers in a loop
-        add a layer to it for each turn."""
+    def _after_a_step(self) -> tuple[tuple[KeptLayer, ...], Any, Sequence[Kernel]]:
+        """What each layer keeps, as a step of one token shows, the cache after it (models that run layers in a loop
+        add a layer to it for each turn), and the step's kernels."""
         cache = empty_cache(self.config, self.cache)
         try:
             kernels = self._first_step(cache)
@@ -118,7 +135,7 @@ class Decoder:
             self._check_blocks()
         elif getattr(self._language, "_is_stateful", False):
             raise ServingError(f"{self.title} of transformers keeps states beside its cache: it cannot be served here")
-        return kept, cache
+        return kept, cache, kernels
 
     def _first_step(self, cache: Any, new: int = 1) -> Sequence[Kernel]:
         split = f" when it is split over {self.ranks} GPUs by its config" * (self.ranks > 1)
@@ -190,7 +207,7 @@ class Decoder:
     def step(self, batch: int, new: int, cached: int, logits: int = 1) -> Callable[[], None]:
         """A run of `new` tokens of each of `batch` sequences after `cached` ones, whose keys and values are in the
         cache. The vocabulary is scored for the last `logits` tokens."""
-        kept, stepped = self._after_a_step  # in any case: it refuses what no server runs
+        kept, stepped, _ = self._after_a_step  # in any case: it refuses what no server runs
         cache = filled_cache(kept, stepped, batch, cached) if cached else empty_cache(self.config, self.cache)
         return lambda: self._run(cache, batch, new, logits)
 
@@ -255,7 +272,7 @@ def _decoder(config: Any, ranks: int, cache: CacheKind, expert_ranks: int, part_
         return own
     if numbers_in_layers(model, share) * ranks > MOST_COPIED * numbers_in_layers(whole, config):
         raise ServingError(f"{own.title} cannot be split over {ranks} GPUs by its config: a rank keeps too much of it")
-    return replace(own, all_reduces=all_reduce_sizes(model, whole, config.hidden_size))
+    return replace(own, summed=summed_in_blocks(model, whole, config.hidden_size))
 
 
 @contextlib.contextmanager
@@ -274,4 +291,4 @@ def _in_one_line(what: str) -> Iterator[None]:
 
 def _built(config: Any) -> Any:
     model = model_of(config)
-    return model if config.architectures else Headed(model)
+    return Headed(model) if model.get_output_embeddings() is None else model

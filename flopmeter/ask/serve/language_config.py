@@ -45,9 +45,22 @@ def causal_config(given: Any) -> Any:
         raise ServingError(
             f"{type(config).__name__}: a config to serve has {', '.join(needed)}; this one lacks {', '.join(missing)}"
         )
+    _check_decodes(config)
     if not any("CausalLM" in name or "LMHead" in name for name in getattr(config, "architectures", None) or ()):
         config.architectures = _causal_classes(config, is_part=config is not given)
     return config
+
+
+def _check_decodes(config: Any) -> None:
+    """Raises ServingError for an encoder, also where the config names its class with a head: transformers masks no
+    later token in it and keeps no cache, unless the config says that it is a decoder."""
+    known = import_module("transformers.models.auto.modeling_auto")
+    if config.model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        otherwise = ", or a config with is_decoder=True" if hasattr(config, "is_decoder") else ""
+        raise ServingError(
+            f"{config.model_type} is an encoder, which makes no text token by token: take a causal language model"
+            + otherwise
+        )
 
 
 def _language_of(config: Any) -> Any:
@@ -65,16 +78,23 @@ def _causal_classes(config: Any, is_part: bool) -> list[str] | None:
     """The class of the language model; None for a part of another model that only has the base model."""
     known = import_module("transformers.models.auto.modeling_auto")
     names = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if config.model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        raise ServingError(
-            f"{config.model_type} is an encoder, which makes no text token by token: take a causal language model, or "
-            "a config with is_decoder=True"
-        )
     if config.model_type in names:
         return [str(names[config.model_type])]
     if is_part and config.model_type in known.MODEL_MAPPING_NAMES:
         return None
+    if own := _class_that_takes(config):
+        return [own]
     raise ServingError(f"transformers has no causal language model of type {config.model_type!r} to serve")
+
+
+def _class_that_takes(config: Any) -> str | None:
+    """The language model of a config whose type is in none of transformers' lists, such as that of Emu3 or Qwen3-Omni:
+    with its head where there is such a class, else the base model."""
+    transformers = import_module("transformers")
+    classes = vars(import_module(type(config).__module__.replace(".configuration_", ".modeling_")))
+    names = [name for name, each in classes.items() if getattr(each, "config_class", None) is type(config)]
+    known = [name for name in names if hasattr(transformers, name) and "Encoder" not in name]
+    return next((name for ending in ("ForCausalLM", "TextModel") for name in known if name.endswith(ending)), None)
 
 
 def layer_attributes(config: Any) -> Collection[str]:

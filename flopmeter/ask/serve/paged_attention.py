@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flopmeter.ask.serve.cache import WINDOW
+
 PAGED = "flopmeter_paged"  # the name under which transformers knows the attention below
 
 
@@ -25,9 +27,9 @@ def _flash_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """The flash-attention library's, causal from the bottom right. q [B, heads, new, D], k and v [B, key heads, tokens,
-    D]; gives [B, new, heads, D] and no weights."""
+    D]; gives [B, new, heads, D] and no weights. Some models only tell their mask of a window, as Moshi does."""
     q, k, v = (each.transpose(1, 2) for each in (_in_latents(query, key), key, value))
-    window = options.get("sliding_window") or None
+    window = options.get("sliding_window") or getattr(key, WINDOW, None)
     size = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     out = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=options.get("scaling"), **size

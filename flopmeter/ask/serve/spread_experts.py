@@ -24,17 +24,17 @@ class SpreadExperts:
 
     def __init__(self, experts: Any, ranks: int) -> None:
         self._run, self._ranks, self._every = experts.forward, ranks, experts.num_experts
-        self._picks, self._bytes_of_token = 0, 0  # known from the first step on
+        self.picks, self._bytes_of_token = 0, 0  # known from the first step on
         self.group = tuple(range(ranks))
 
     def __call__(self, tokens: Tensor, picked: Tensor, weights: Tensor) -> Tensor:
         count, width = tokens.shape
-        self._picks, self._bytes_of_token = picked.shape[-1], width * tokens.element_size()
+        self.picks, self._bytes_of_token = picked.shape[-1], width * tokens.element_size()
         arriving = self.arriving(count)
         arrived = tokens[torch.empty(arriving, dtype=torch.long, device=tokens.device)]
         own = arrived.new_empty(arriving, self.held).argmax(-1, keepdim=True)
         made = self._run(arrived, own, weights.new_empty(arriving, 1, dtype=tokens.dtype))
-        return made[: count * self._picks].view(count, self._picks, width).sum(1)
+        return made[: count * self.picks].view(count, self.picks, width).sum(1)
 
     @property
     def held(self) -> int:
@@ -44,8 +44,8 @@ class SpreadExperts:
     def arriving(self, tokens: int) -> int:
         """How many tokens the fullest GPU gets where each one sends `tokens` to `picks` of all experts: the expected
         maximum of as many normal numbers, with the variance of picks that are all different."""
-        mean, every = tokens * self._picks, self._every
-        variance = mean * (1 - 1 / self._ranks) * (every - self._picks) / (every - 1)
+        mean, every = tokens * self.picks, self._every
+        variance = mean * (1 - 1 / self._ranks) * (every - self.picks) / (every - 1)
         return round(mean + math.sqrt(variance) * expected_maximum(self._ranks))
 
     def bytes_arriving(self, tokens: int) -> int:

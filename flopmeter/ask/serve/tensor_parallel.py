@@ -6,11 +6,13 @@ rank would keep whole, and which sums the ranks have to add up.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import re
 from collections import Counter
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,7 +22,8 @@ from flopmeter.ask.serve.language_config import layer_attributes
 MOST_UNSPLIT = 0.05  # of a layer without its experts: small projections lie whole on each rank in engines too
 MOST_COPIED = 1.5  # all ranks together may hold this many times the model: some hold the same norms and heads
 _SPLIT = (
-    "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size",
+    "num_attention_heads", "num_attention_heads_per_layer", "num_key_value_heads", "intermediate_size",
+    "moe_intermediate_size", "vocab_size",
     "vocab_size_per_layer_input",
     "intermediate_size_mlp", "shared_intermediate_size", "shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size", "dense_intermediate_size", "prefix_dense_intermediate_size",
@@ -124,33 +127,73 @@ def keep_width_of_heads(model: Any, whole: Any) -> None:
 
 
 def unsplit_block(model: Any, whole: Any) -> str | None:
-    """The first block of a layer, such as its attention or its MLP, in which each rank keeps every matrix whole. A
-    block of one matrix, such as a router, may be whole."""
+    """The first block of a layer, such as its attention or its MLP, in which each rank keeps every matrix whole, or
+    whose split matrices give parts that none of its others takes. A block of one matrix, such as a router, may be
+    whole."""
     sizes, layers = Counter[str](), Counter[str]()
-    are_whole: dict[str, list[bool]] = {}
+    flat: dict[str, list[str]] = {}  # how matrices are cut
+    stacked: dict[str, list[str]] = {}  # and those of experts
     for (name, own), all_of_it in zip(model.named_parameters(), whole.parameters(), strict=True):
-        if own.ndim == 2 and (match := _BLOCK.match(name)):
-            block = match.group()
-            sizes[block] += own.numel()
-            layers[_layer_of(block)] += own.numel()
-            are_whole.setdefault(block, []).append(own.shape == all_of_it.shape)
-    for block, each in are_whole.items():
-        if len(each) > 1 and all(each) and sizes[block] > MOST_UNSPLIT * layers[_layer_of(block)]:
+        if own.ndim > 1 and not name.endswith("bias") and (match := _BLOCK.match(name)):
+            block, cut = match.group(), _cut(own, all_of_it)
+            (flat if own.ndim == 2 else stacked).setdefault(block, []).append(cut)
+            if own.ndim == 2:
+                sizes[block] += own.numel()
+                layers[_layer_of(block)] += own.numel()
+    for block, each in flat.items():
+        cuts = {*each, *stacked.get(block, ())}
+        is_torn = "outputs" in cuts and "inputs" not in cuts
+        is_large = len(each) > 1 and sizes[block] > MOST_UNSPLIT * layers[_layer_of(block)]
+        if is_large and (is_torn or set(each) == {"none"}):
             return block
     return None
+
+
+def _cut(own: Tensor, whole: Tensor) -> str:
+    """Whether a rank has a part of a matrix's inputs, of its outputs, or all of it. Stacked experts may lie either way
+    round, so that of each layer of them one is taken to have a part of its inputs."""
+    if own.shape[-1] < whole.shape[-1]:
+        return "inputs"
+    return "none" if own.shape == whole.shape else "outputs"
 
 
 def _layer_of(block: str) -> str:
     return block.rpartition(".")[0]
 
 
-def all_reduce_sizes(model: Any, whole: Any, width: int) -> tuple[int, ...]:
-    """How many numbers of a token the ranks add up in each all-reduce of a step. There is one for each block of a layer
-    whose weights are split by columns, such as attention and MLP, as wide as the model; and one of its own for a
-    projection to another width, whose result the block goes on with, such as `x_proj` of Mamba (as in vLLM's
-    MambaMixer)."""
-    sizes = dict[tuple[str, int], None]()
-    for (name, own), all_of_it in zip(model.named_parameters(), whole.parameters(), strict=True):
-        if own.ndim > 1 and own.shape[-1] < all_of_it.shape[-1] and (match := _BLOCK.match(name)):
-            sizes[match.group(), own.shape[0] if own.ndim == 2 else width] = None
-    return tuple(size for _, size in sizes)
+class Summed(NamedTuple):
+    """What the ranks add up each time that a block of a layer runs."""
+
+    block: str  # its path in the model
+    size: int  # numbers of a token
+
+
+def summed_in_blocks(model: Any, whole: Any, width: int) -> tuple[Summed, ...]:
+    """There is one sum in each block whose weights are split by columns, such as attention and MLP, as wide as the
+    model; and one of its own for a projection to another width, whose result the block goes on with, such as `x_proj`
+    of Mamba (as in vLLM's MambaMixer). Biases of stacked experts, [experts, outputs], are no projections. Blocks that
+    share weights count each."""
+    found = dict[tuple[int, int], Summed]()
+    weights = (each.named_parameters(remove_duplicate=False) for each in (model, whole))
+    for (name, own), (_, all_of_it) in zip(*weights, strict=True):
+        is_split = own.ndim > 1 and own.shape[-1] < all_of_it.shape[-1] and not name.endswith("bias")
+        if is_split and (match := _BLOCK.match(name)):
+            summed = Summed(match.group(), own.shape[0] if own.ndim == 2 else width)
+            found.setdefault((id(model.get_submodule(summed.block)), summed.size), summed)
+    return tuple(found.values())
+
+
+@contextlib.contextmanager
+def counting_runs(model: Any, blocks: Collection[str]) -> Iterator[Counter[str]]:
+    """In this context, how often each of these blocks runs: models that loop over layers run them several times."""
+    runs = Counter[str]()
+
+    def count(block: str, *_: Any) -> None:
+        runs[block] += 1
+
+    hooks = [model.get_submodule(each).register_forward_pre_hook(functools.partial(count, each)) for each in blocks]
+    try:
+        yield runs
+    finally:
+        for hook in hooks:
+            hook.remove()
