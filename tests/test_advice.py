@@ -1120,6 +1120,44 @@ def test_ranks_too_are_told_of_needless_checkpoints(wrap):
     assert advice.gain_seconds == pytest.approx(before.seconds - report(is_mended=True).seconds, rel=0.05)
 
 
+class Penalty(torch.autograd.Function):
+    """Gives its input back; to the gradient it adds that of a loss of its own, as icefall's Balancer does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            loss = (x.square().mean(0).sqrt() - 1).abs().sum()
+            return gradient + torch.autograd.grad(loss, x)[0]
+
+
+class Balanced(nn.Module):
+    def forward(self, x):
+        return Penalty.apply(x)
+
+
+@pytest.mark.parametrize("kind", ["penalty", "penalty and checkpoint", "checkpoint"])
+def test_a_graph_that_a_backward_pass_builds_for_itself_is_no_checkpoint(kind):
+    """Beside one, the checkpoint alone is told to go."""
+    with FlopMeter(H100), torch.device("meta"):
+        layer = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048))
+        model = nn.ModuleList([layer, Balanced()] if "penalty" in kind else [layer])
+        x = torch.empty(8192, 2048, requires_grad=True)
+    with FlopMeter(H100) as meter:
+        y = checkpoint(layer, x, use_reentrant=False) if "checkpoint" in kind else layer(x)
+        for each in model[1:]:
+            y = each(y)
+        y.sum().backward()
+    told = [each for each in meter.report().advice if each.remedy == "no checkpointing"]
+    assert len(told) == ("checkpoint" in kind)
+    assert all(each.what.startswith(("addmm ", "relu ", "addmm, relu")) for each in told)
+
+
 @pytest.mark.parametrize(("feeds_back", "is_told"), [(True, True), (False, False)])
 def test_a_compiled_function_in_a_loop_is_told_to_compile_the_loop_if_one_call_reads_what_another_made(
     feeds_back, is_told

@@ -21,11 +21,12 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def updated(kind: str, **options: Any) -> Any:
+def updated(kind: str, in_a_group: int = 12, **options: Any) -> Any:
     """The report of a step that updates 12 weights of two sizes, the optimizer's states being there."""
     with FlopMeter(H100):
         weights = [nn.Parameter(torch.empty(2048, 64 * (1 + place % 2), device="meta")) for place in range(12)]
-        optimizer = getattr(torch.optim, kind)(weights, lr=1e-3, **options)
+        groups = [{"params": weights[start : start + in_a_group]} for start in range(0, 12, in_a_group)]
+        optimizer = getattr(torch.optim, kind)(groups, lr=1e-3, **options)
     for _ in range(2):
         with FlopMeter(H100) as meter:
             for weight in weights:
@@ -40,12 +41,21 @@ def updated(kind: str, **options: Any) -> Any:
     ids=["SGD in a loop", "momentum", "Adam", "AdamW in a loop"],
 )
 def test_a_fused_optimizer_is_priced_as_the_step_that_has_it(kind, options):
-    """But for a kernel that counts Adam's steps on the device."""
     plain, fused = updated(kind, **options), updated(kind, **{**options, "foreach": None}, fused=True)
     (told,) = (each for each in plain.advice if "fused=True" in each.remedy)
-    assert 0 <= told.gain_seconds - (plain.seconds - fused.seconds) < (6e-6 if "Adam" in kind else 1e-9)
+    assert told.gain_seconds == pytest.approx(plain.seconds - fused.seconds, abs=1e-9)
     assert told.why.startswith(f"{len(plain.kernels)} kernels read")
     assert not any("fused=True" in each.remedy for each in fused.advice)
+
+
+@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "loop"])
+@pytest.mark.parametrize(("kind", "in_a_group"), [("AdamW", 1), ("AdamW", 5), ("Adam", 5)])
+def test_a_fused_optimizer_has_kernels_of_its_own_for_each_group_of_parameters(kind, in_a_group, foreach):
+    """As where each layer has a learning rate: of 5 in a group, two groups and one of 2."""
+    plain, fused = updated(kind, in_a_group, foreach=foreach), updated(kind, in_a_group, fused=True)
+    (told,) = (each for each in plain.advice if "fused=True" in each.remedy)
+    assert len(fused.kernels) == 2 * -(-12 // in_a_group)  # one counts steps
+    assert told.gain_seconds == pytest.approx(plain.seconds - fused.seconds, abs=1e-9)
 
 
 @pytest.mark.parametrize(("kind", "options"), [("Rprop", {}), ("Adagrad", {}), ("Adam", {"amsgrad": True})])

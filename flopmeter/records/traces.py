@@ -78,7 +78,8 @@ class OptimizerStep(NamedTuple):
     """An optimizer made a step."""
 
     end: int  # how many ops had run by then
-    takes_fused: bool  # torch has a kernel for all of it, behind the optimizer's option `fused`
+    takes_fused: bool  # torch has a kernel for all of a group, behind the optimizer's option `fused`
+    groups: tuple[int, ...]  # how many parameters of each of its groups had a gradient
 
 
 class TemplateRun(NamedTuple):

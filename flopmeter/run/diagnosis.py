@@ -258,7 +258,7 @@ MOST_FOLDERS_BELOW = 3  # nor do its extensions
 
 NAMED_OTHERWISE = {
     "PIL": "pillow", "_cffi_backend": "cffi", "absl": "absl-py", "attr": "attrs", "bs4": "beautifulsoup4",
-    "cv2": "opencv-python-headless",
+    "cutlass": "nvidia-cutlass-dsl", "cv2": "opencv-python-headless",
     "dateutil": "python-dateutil", "deprecate": "pyDeprecate", "dotenv": "python-dotenv", "faiss": "faiss-cpu",
     "fitz": "pymupdf", "git": "GitPython", "google": "protobuf", "hydra": "hydra-core",
     "open_clip": "open-clip-torch", "opentelemetry": "opentelemetry-sdk", "ot": "POT", "patoolib": "patool",

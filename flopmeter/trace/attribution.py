@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ class Attribution:
 
     def __init__(self, trace: Trace, modules: ModulePaths, number: StorageNumber) -> None:
         self._trace, self._modules, self._number = trace, modules, number
-        self._steps: list[int] = []  # optimizer steps that run, by the backward pass that each was called in
+        # Optimizer steps that run, by the backward pass that each was called in; None: a closure that a step calls.
+        self._steps: list[int | None] = []
         self._creates_graph: tuple[int, bool] = (-1, False)  # of the last backward pass seen
         self._nodes = 0  # of autograd, when a backward pass or an optimizer's step began last
         self._compiled_region: Callable[[], int | None] | None = None  # None: nothing is compiled
@@ -45,12 +47,21 @@ class Attribution:
         if self._steps:
             self._steps.pop()
 
+    @contextmanager
+    def outside_of_step(self) -> Iterator[None]:
+        """A step calls a closure, which computes a loss and its gradients as if it were called before the step."""
+        self._steps.append(None)
+        try:
+            yield
+        finally:
+            self.leave_step()
+
     def forget_steps(self) -> None:
         """Recording ends, perhaps inside of a step."""
         self._steps.clear()
 
     def is_in_step(self) -> bool:
-        """Whether an optimizer makes its step now, outside of any module that its closure calls."""
+        """Whether an optimizer makes its step now, outside of its closure and of any module that it calls."""
         return bool(self._steps) and self._steps[-1] == graph_task() and not self._modules.path
 
     def phase_and_module(self) -> tuple[Phase, str]:

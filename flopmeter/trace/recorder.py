@@ -194,22 +194,38 @@ class Recorder(TorchDispatchMode):
             return call
         return dataclasses.replace(call, body=body_of(call, key, Recorder(overrides=self._overrides)))
 
-    def _enter_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self.is_on():
-            self._attribution.enter_step()
-            self.modules.calls += sum(len(group["params"]) for group in optimizer.param_groups)
+    def _enter_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A hook of the step, which then runs with the arguments that are returned, if any."""
+        if not self.is_on():
+            return None
+        self._begin_step(optimizer)
+        is_first = len(args) > 1  # after the optimizer
+        closure = args[1] if is_first else kwargs.get("closure")
+        if not callable(closure):
+            return None
+        closure = self._attribution.outside_of_step()(closure)
+        return ((optimizer, closure, *args[2:]), kwargs) if is_first else (args, {**kwargs, "closure": closure})
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._attribution.enter_step()
+        self.modules.calls += sum(len(group["params"]) for group in optimizer.param_groups)
 
     def _leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.is_on():
             return
         self._attribution.leave_step()
-        self.trace.optimizer_steps.append(OptimizerStep(len(self.trace.ops), "fused" in optimizer.defaults))
+        groups = (sum(weight.grad is not None for weight in group["params"]) for group in optimizer.param_groups)
+        step = OptimizerStep(len(self.trace.ops), "fused" in optimizer.defaults, tuple(filter(None, groups)))
+        self.trace.optimizer_steps.append(step)
         self.roles.note_optimizer(optimizer)
 
     @contextmanager
     def in_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """The step of an optimizer whose hooks no one calls."""
-        self._enter_step(optimizer)
+        if self.is_on():
+            self._begin_step(optimizer)
         try:
             yield
         finally:

@@ -20,7 +20,7 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
     """Checkpointing, although memory has room for the activations that it drops. It detaches each tensor that it saves
     and each that it gives back, which costs the host time."""
     trace = trace_of(report)
-    again = {index for index, op in enumerate(trace.ops) if op.phase == "recompute"}
+    again = _of_checkpoints(trace)
     handed_over = {number for index in again for number in trace.ops[index].storages}
     detached = {
         index
@@ -28,7 +28,8 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
         if op.phase == "backward" and op.packet is aten.detach and op.storages[0] in handed_over
     }
     usable = usable_bytes_if_known(report.hardware)
-    recomputes = [kernel for kernel, _ in timed(report) if kernel.op.phase == "recompute"]
+    ops = {id(trace.ops[index]) for index in again}
+    recomputes = [kernel for kernel, _ in timed(report) if id(kernel.op) in ops]
     if usable is None or not recomputes:  # views alone cost the device nothing
         return
     if 2 * sum(_of_the_backward_pass(report)) > len(recomputes):
@@ -45,6 +46,22 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
         "no checkpointing",
         again | detached, about=again,
     )  # fmt: skip
+
+
+def _of_checkpoints(trace: Trace) -> set[int]:
+    """The ops that run again, module by module. Where a module's forward pass has not run most of them, none does: a
+    function of autograd may build a graph of its own in its backward pass, for a penalty whose gradient it adds."""
+    before = {(op.module, op.call.name) for op in trace.ops if op.phase == "forward"}
+    again = defaultdict[str, list[int]](list)
+    for index, op in enumerate(trace.ops):
+        if op.phase == "recompute":
+            again[op.module].append(index)
+    found = set[int]()
+    for module, indices in again.items():
+        known = sum((module, trace.ops[index].call.name) in before for index in indices)
+        if not before or 2 * known >= len(indices):  # none before: only the backward pass was metered
+            found.update(indices)
+    return found
 
 
 def _of_the_backward_pass(report: Report) -> Iterator[bool]:
