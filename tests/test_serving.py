@@ -64,6 +64,12 @@ def test_weights_and_cache_have_the_bytes_of_the_config():
     assert own.kv_bytes(1000, 1) == 500 * KV_OF_TOKEN
 
 
+def test_devices_without_links_serve_alone_in_the_time_of_reading_the_weights():
+    for row in served(("dgx-spark-gb10", "m2-ultra-76c"), model="llama-3-8b").rows:
+        bandwidth = load_hardware(row.hardware).sustained_bandwidth_bytes_per_s
+        assert row.weight_bytes < bandwidth * row.step_seconds < 1.1 * row.weight_bytes
+
+
 def test_a_built_in_llama_is_served_as_published():
     """Llama-3-8B: 8.03 billion parameters; 32 layers of 8 heads of 128 for keys and as many for values, in bf16."""
     own = decoder("llama-3-8b")

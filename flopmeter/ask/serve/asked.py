@@ -100,9 +100,10 @@ def title_of(plan: ServingPlan, own: StepModel) -> str:
 
 def links_of(plan: ServingPlan, device: Hardware, prefill: StepCost, decode: StepCost) -> str:
     """The links that a server's GPUs share, and how much of its steps they take; '' where there are none."""
-    cluster, gpus = plan.links(device), plan.gpus
+    gpus = plan.gpus
     if gpus == 1 and not plan.is_disaggregated:
         return ""
+    cluster = plan.links(device)
     said = f"links: {device.name} as in {cluster.title}"
     if gpus == 1:
         return said

@@ -149,7 +149,10 @@ class StepModel:
     def _collective_seconds(self, device: Hardware, tokens: int, scored: int) -> float:
         """All-reduces of the activations in each layer, and a gather of the logits; or tokens that go to spread experts
         and come back. Nothing hides them."""
-        ranks, cluster = self.decoder.ranks, cluster_of(device, self._cluster)
+        ranks = self.decoder.ranks
+        if ranks == 1 and not self.decoder.spread:
+            return 0.0  # a device alone may have no links
+        cluster = cluster_of(device, self._cluster)
         if ranks == 1:
             sent = (Collective("all_to_all", each.bytes_arriving(tokens), each.group) for each in self.decoder.spread)
             return sum(2 * price_collective(each, cluster).seconds for each in sent)
