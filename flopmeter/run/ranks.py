@@ -130,7 +130,10 @@ class _WrittenOnce(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        self._stream.flush()
+        if (
+            not self._stream.closed
+        ):  # from Python 3.13 on it is an error at the end, when the stream is gone before this
+            self._stream.flush()
 
     def isatty(self) -> bool:
         return self._stream.isatty()
