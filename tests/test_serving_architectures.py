@@ -139,3 +139,19 @@ def test_a_window_of_which_only_a_models_mask_is_told_limits_what_a_step_of_deco
         step()
     kernels = [kernel.cost for kernel in meter.report().kernels if kernel.op.packet is FLASH]
     assert [2 * cost.macs - cost.masked_flops for cost in kernels] == [2 * 2 * 8 * 128 * 32] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("GPTNeoX", {}), ("Ernie", {"is_decoder": True}), ("Roberta", {"is_decoder": True})],
+)
+def test_the_head_stays_as_it_is_in_fp8_whatever_its_name(name, sizes):
+    """Each matrix of a linear layer but the head's takes a byte, all else two."""
+    sizes |= {key: size for key, size in SMALL.items() if key not in ("head_dim", "num_key_value_heads")}
+    config = getattr(transformers, f"{name}Config")(**sizes, tie_word_embeddings=False)
+    own = decoder(config)
+    head = own.model.get_output_embeddings()
+    linear = [each for each in own.model.modules() if isinstance(each, torch.nn.Linear) and each is not head]
+    (row,) = serving(config, [H100], prompt=64, output=4, weights="fp8").rows
+    numbers = sum(weight.numel() for weight in own.model.parameters())
+    assert row.weight_bytes == 2 * numbers - sum(each.weight.numel() for each in linear)

@@ -34,6 +34,7 @@ from flopmeter.ask.serve.tensor_parallel import (
     distinct_parameters,
     keep_width_of_heads,
     numbers_in_layers,
+    running,
     split_config,
     summed_in_blocks,
     unsplit_block,
@@ -72,6 +73,12 @@ class Decoder:
     @property
     def _language(self) -> Any:
         return self.model.language if isinstance(self.model, Headed) else self.model
+
+    @functools.cached_property
+    def head(self) -> str:
+        """The path of the module that scores the vocabulary."""
+        own = self.model.get_output_embeddings()
+        return next(name for name, module in self.model.named_modules() if module is own)
 
     @property
     def parameter_bytes(self) -> int:
@@ -138,8 +145,11 @@ class Decoder:
         return kept, cache, kernels
 
     def _first_step(self, cache: Any, new: int = 1) -> Sequence[Kernel]:
-        split = f" when it is split over {self.ranks} GPUs by its config" * (self.ranks > 1)
-        with _in_one_line(f"{self.title} of transformers does not run as a server runs it{split}"):
+        what = f"{self.title} of transformers does not run as a server runs it"
+        at: list[str] = []  # the modules that are running, where the model is split
+        if self.ranks > 1:
+            what += f" when it is split over {self.ranks} GPUs by its config, which leaves whole what is as wide as all"
+        with _in_one_line(what, at), running(self.model, at) if self.ranks > 1 else contextlib.nullcontext():
             with FlopMeter(routing="independent", checks="hold") as meter:
                 self._run(cache, 1, new, 1)
         return in_one_kernel(meter.report().kernels)
@@ -276,8 +286,8 @@ def _decoder(config: Any, ranks: int, cache: CacheKind, expert_ranks: int, part_
 
 
 @contextlib.contextmanager
-def _in_one_line(what: str) -> Iterator[None]:
-    """Errors of transformers become one line."""
+def _in_one_line(what: str, at: Sequence[str] = ()) -> Iterator[None]:
+    """Errors of transformers become one line. `at`: the modules that are running; a split model runs in some."""
     try:
         yield
     except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -286,6 +296,8 @@ def _in_one_line(what: str) -> Iterator[None]:
         why = f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         if isinstance(error, TypeError):
             why += ": its config may leave out a value that it needs, as the defaults of some types do"
+        if at:
+            why = f"{at[-1]} {why}: take gpus=1 (--gpus 1), or for experts expert_parallel=True (--expert-parallel)"
         raise ServingError(f"{what} {why}") from error
 
 
