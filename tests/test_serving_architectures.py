@@ -155,3 +155,11 @@ def test_the_head_stays_as_it_is_in_fp8_whatever_its_name(name, sizes):
     (row,) = serving(config, [H100], prompt=64, output=4, weights="fp8").rows
     numbers = sum(weight.numel() for weight in own.model.parameters())
     assert row.weight_bytes == 2 * numbers - sum(each.weight.numel() for each in linear)
+
+
+@pytest.mark.parametrize(("name", "module"), [("BitNet", "attn_sub_norm"), ("Olmoe", "q_norm")])
+def test_a_norm_over_all_heads_is_named_where_they_cannot_be_split_and_what_to_do(name, module):
+    """Its weight is as wide as the model, and no size of the config says so."""
+    sizes = {key: size for key, size in SMALL.items() if key != "head_dim"}
+    with pytest.raises(ServingError, match=rf"layers\.0\.self_attn\.{module} is not split .* take gpus=1 \(--gpus 1\)"):
+        decoder(getattr(transformers, f"{name}Config")(**sizes), ranks=2).all_reduces  # noqa: B018

@@ -148,7 +148,7 @@ class Decoder:
         what = f"{self.title} of transformers does not run as a server runs it"
         at: list[str] = []  # the modules that are running, where the model is split
         if self.ranks > 1:
-            what += f" when it is split over {self.ranks} GPUs by its config, which leaves whole what is as wide as all"
+            what += f" when it is split over {self.ranks} GPUs by its config"
         with _in_one_line(what, at), running(self.model, at) if self.ranks > 1 else contextlib.nullcontext():
             with FlopMeter(routing="independent", checks="hold") as meter:
                 self._run(cache, 1, new, 1)
@@ -297,7 +297,8 @@ def _in_one_line(what: str, at: Sequence[str] = ()) -> Iterator[None]:
         if isinstance(error, TypeError):
             why += ": its config may leave out a value that it needs, as the defaults of some types do"
         if at:
-            why = f"{at[-1]} {why}: take gpus=1 (--gpus 1), or for experts expert_parallel=True (--expert-parallel)"
+            what = f"{what}: {at[-1]} is not split with the rest"
+            why += ": take gpus=1 (--gpus 1), or spread experts (expert_parallel=True, --expert-parallel)"
         raise ServingError(f"{what} {why}") from error
 
 
