@@ -117,9 +117,9 @@ def test_a_config_of_which_transformers_makes_no_model_is_refused_in_one_line():
     assert "\n" not in str(found.value)
 
 
-def planned(config, gpus=1, **only):
+def planned(config, gpus=1, length=64, **only):
     return plan(
-        config, gpus, H100, batch=4, length=64, rows=1, routing="balanced", checks="hold",
+        config, gpus, H100, batch=4, length=length, rows=1, routing="balanced", checks="hold",
         only={"cp": 1, "microbatch": 1, "recompute": "none", **only},
     )  # fmt: skip
 
@@ -245,3 +245,26 @@ def test_layers_that_tensor_parallelism_leaves_whole_are_told_of():
     notes = plan(Whole, 2, H100, batch=4, length=64, tensor_parallel=STYLES, only=only).notes
     (said,) = [note for note in notes if note.startswith("tp 2: ")]
     assert said.startswith("tp 2: each rank runs 0.75 of the FLOPs of layers such as layers.0 (4 of 4), not 0.5")
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_last_stage_has_a_copy_of_an_embedding_that_is_tied_to_its_head(stages):
+    """Gemma's, [4000, 256]: one stage holds it once; of two, each does. The last norm is a row of 256 more."""
+    config = transformers.GemmaConfig(**SMALL, head_dim=32, tie_word_embeddings=True)
+    device = load_hardware(H100)
+    where = Where(64, device, cluster_of(device, None), "eager", {})
+    costs = meter_layers(subject_of(config), where, Shape(1, 1, 1, 1, "none"))
+    costs = costs.in_stages if stages > 1 else costs
+    assert costs.before.parameters == 4000 * 256
+    assert costs.after.parameters == 256 + (stages - 1) * 4000 * 256
+
+
+def test_a_pipeline_of_a_model_with_a_tied_head_takes_the_memory_of_both_copies():
+    """The same model with a head of its own has stages that hold as many parameters. The last stage, which has the
+    logits, is the fullest."""
+    sizes, only = {**SMALL, "vocab_size": 40_000, "head_dim": 32}, {"pp": 2, "schedule": "1f1b"}
+    tied, apart = (
+        planned(transformers.GemmaConfig(**sizes, tie_word_embeddings=flag), 2, 512, **only).best
+        for flag in (True, False)
+    )
+    assert tied.peak_memory_bytes == pytest.approx(apart.peak_memory_bytes, rel=0.05)

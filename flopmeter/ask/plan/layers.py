@@ -116,6 +116,12 @@ class LayerCosts(NamedTuple):
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
     optimizer_host_seconds: tuple[float, float] = (0.0, 0.0)  # of its step, and for each of its tensors besides
+    after_alone: PartCost | None = None  # `after` on another stage than `before`, with the parameters that both have
+
+    @property
+    def in_stages(self) -> LayerCosts:
+        """The same for a pipeline, whose last stage has a copy of an embedding that is tied to its head."""
+        return self if self.after_alone is None else self._replace(after=self.after_alone)
 
 
 def try_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool = False) -> LayerCosts | str:
@@ -181,10 +187,12 @@ def _costs_of(subject: Subject, where: Where, shape: Shape, layers: list[int], a
     idle = [layers[place] for kind, place in places.items() if not costs[kind].forward.seconds]
     _check_all_ran(subject, idle, some_did=bool(watched.boundary_bytes) and len(idle) < len(costs))
     most = max(places, key=subject.kinds.count)
+    others = watched.others(model, blocks)
     return LayerCosts(
         layers=costs,
         before=_cost_outside(parts, BEFORE, watched.before),
-        after=_cost_outside(parts, AFTER, watched.others(model, blocks)),
+        after=_cost_outside(parts, AFTER, others),
+        after_alone=_cost_outside(parts, AFTER, [*others, *watched.tied]),
         boundary_bytes=watched.boundary_bytes[0],
         **_optimizer(blocks[places[most]], where),
         notes=(*_notes_of_any_run(report), *(without_gradients(model) if shape.runs_as_written else ())),
@@ -281,6 +289,7 @@ class _Watched:
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self.boundary_bytes: list[int] = []
         self._before: dict[int, nn.Parameter] = {}
+        self._tied: dict[int, nn.Parameter] = {}  # of these, those of another module that runs later
         self._has_begun = False
         for block in blocks:
             block.register_forward_pre_hook(self._begin)
@@ -294,6 +303,10 @@ class _Watched:
     def before(self) -> list[nn.Parameter]:
         return [*self._before.values()]
 
+    @property
+    def tied(self) -> list[nn.Parameter]:
+        return [*self._tied.values()]
+
     def others(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
         """The other parameters outside of the layers."""
         known = {id(each) for block in blocks for each in block.parameters()} | self._before.keys()
@@ -303,8 +316,11 @@ class _Watched:
         self._has_begun = True
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if not self._has_begun:
-            self._before.update((id(each), each) for each in module.parameters(recurse=False))
+        for each in module.parameters(recurse=False):
+            if not self._has_begun:
+                self._before[id(each)] = each
+            elif id(each) in self._before:
+                self._tied[id(each)] = each
 
     def _hand_on(self, _: nn.Module, __: Any, output: Any) -> None:
         self.boundary_bytes.append(_local(output[0] if isinstance(output, tuple | list) else output).nbytes)

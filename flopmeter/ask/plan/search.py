@@ -97,6 +97,7 @@ class Search:
 
     def _work(self, split: Split) -> SplitWork:
         costs, where = self.costs[split.shape], self._where
+        costs = costs.in_stages if split.pp > 1 else costs
         return SplitWork(split, self._subject.kinds, costs, self._bounds.batch, where.hardware, where.cluster)
 
     @cached_property
