@@ -163,3 +163,13 @@ def test_a_norm_over_all_heads_is_named_where_they_cannot_be_split_and_what_to_d
     sizes = {key: size for key, size in SMALL.items() if key != "head_dim"}
     with pytest.raises(ServingError, match=rf"layers\.0\.self_attn\.{module} is not split .* take gpus=1 \(--gpus 1\)"):
         decoder(getattr(transformers, f"{name}Config")(**sizes), ranks=2).all_reduces  # noqa: B018
+
+
+def test_weights_for_images_and_sound_that_a_causal_language_model_has_are_told_of():
+    """Phi-4-multimodal's class has them. Their bytes are torch's."""
+    config = config_of("Phi4Multimodal", eos_token_id=2, bos_token_id=1)
+    with torch.device("meta"):
+        extension = transformers.Phi4MultimodalForCausalLM(config).model.embed_tokens_extend
+    gigabytes = 2 * sum(weight.numel() for weight in extension.parameters()) / 1e9
+    assert f"model.embed_tokens_extend is among the weights ({gigabytes:.3g} GB)" in notes_on(config)
+    assert "among the weights" not in notes_on(config_of("Llama"))

@@ -140,6 +140,8 @@ def notes_of(
 def _of_model(own: StepModel) -> Iterator[str]:
     if own.decoder.part_of:
         yield f"the language model of {own.decoder.part_of} alone: what it has for images or sound is left out"
+    for path, nbytes in own.decoder.idle_parts.items():
+        yield f"{path} is among the weights ({figure(nbytes / 1e9)} GB), and no step here runs it: prompts are of text"
     if picks := own.decoder.picks:
         few = "".join(f"{each} or " for each in picks[:-1])
         yield f"each token picks {few}{counted(picks[-1], 'expert')} of a layer; assumed: routing={own.routing!r}"

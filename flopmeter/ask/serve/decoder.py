@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 import torch
 
+from flopmeter.ask.alike import lists_of_layers
 from flopmeter.ask.serve.cache import CacheKind, KeptLayer, ServingError, empty_cache, filled_cache, kept_in
 from flopmeter.ask.serve.engine import choose_tokens, pack
 from flopmeter.ask.serve.headed import Headed
@@ -123,6 +124,22 @@ class Decoder:
         if self.spread:
             return sorted({each.picks for each in self.spread})
         return sorted({kernel.op.call.outputs[0].shape[0] for kernel in self._after_a_step[2] if is_grouped(kernel)})
+
+    @property
+    def idle_parts(self) -> dict[str, int]:
+        """Bytes of modules with lists of layers of which a step runs none, as of those that read images, by path."""
+        top = type(self.model).__name__
+        ran = {kernel.op.module for kernel in self._after_a_step[2]}
+
+        def runs(path: str) -> bool:
+            return any(module.startswith(f"{top}.{path}.") for module in ran)
+
+        idle = dict.fromkeys(
+            next(path for path in _and_around(name) if not runs(path))
+            for name in lists_of_layers(self.model)
+            if not runs(name)
+        )
+        return {path: sum(each.nbytes for each in self.model.get_submodule(path).parameters()) for path in idle}
 
     @functools.cached_property
     def _after_a_step(self) -> tuple[tuple[KeptLayer, ...], Any, Sequence[Kernel]]:
@@ -231,6 +248,12 @@ class Decoder:
             out = self.model(input_ids=ids, use_cache=True, logits_to_keep=logits, **{self._cache_argument: cache})
             if is_paged:
                 choose_tokens(out.logits)
+
+
+def _and_around(path: str) -> Iterator[str]:
+    """The paths of the modules around that of the path, the outermost first, and its own."""
+    names = path.split(".")
+    yield from (".".join(names[:depth]) for depth in range(1, len(names) + 1))
 
 
 def _runs_all_experts(kernel: Kernel) -> bool:
