@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from flopmeter import FlopMeter, load_hardware, plan  # noqa: E402
 from flopmeter.ask.plan import PlanError  # noqa: E402
-from flopmeter.ask.plan.layers import meter_layers  # noqa: E402
+from flopmeter.ask.plan.layers import few_layers, meter_layers  # noqa: E402
 from flopmeter.ask.plan.program import Where  # noqa: E402
 from flopmeter.ask.plan.splits import Shape  # noqa: E402
 from flopmeter.ask.plan.subject import subject_of  # noqa: E402
@@ -115,3 +115,156 @@ def test_a_config_of_which_transformers_makes_no_model_is_refused_in_one_line():
     with pytest.raises(TargetError, match="Dots1ForCausalLM of transformers cannot be built") as found:
         plan(transformers.Dots1Config(num_hidden_layers=2), 2, H100)
     assert "\n" not in str(found.value)
+
+
+def planned(config, gpus=1, length=64, **only):
+    return plan(
+        config, gpus, H100, batch=4, length=length, rows=1, routing="balanced", checks="hold",
+        only={"cp": 1, "microbatch": 1, "recompute": "none", **only},
+    )  # fmt: skip
+
+
+def config_of(name, **sizes):
+    """The config of that type; skips where this transformers has none."""
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"this transformers has no {name}")
+    return getattr(transformers, f"{name}Config")(**SMALL | sizes)
+
+
+OF_ALL_LAYERS = {
+    "half as many layers as its config counts": lambda: config_of(
+        "LongcatFlash", ffn_hidden_size=512, expert_ffn_hidden_size=128, n_routed_experts=8, zero_expert_num=4,
+        moe_topk=2, head_dim=16, q_lora_rank=96, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=32,
+        v_head_dim=32, num_key_value_heads=8,
+    ),
+    "a kind of its own for each layer": lambda: config_of(
+        "Gemma3nText", num_hidden_layers=6, head_dim=32, layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=2, vocab_size_per_layer_input=4000, hidden_size_per_layer_input=32, laurel_rank=32,
+    ),
+    "layers that are found by their number": lambda: config_of(
+        "Zamba2", layers_block_type=["mamba", "mamba", "hybrid", "mamba", "mamba", "hybrid"], mamba_d_state=16,
+        mamba_headdim=32, n_mamba_heads=16, num_mem_blocks=1, use_mem_rope=False, num_key_value_heads=8,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OF_ALL_LAYERS)
+def test_a_model_that_does_not_run_with_few_of_its_layers_is_metered_with_all(kind):
+    """One GPU's FLOPs, as `FlopMeter` counts them around the model of transformers."""
+    config, tokens = OF_ALL_LAYERS[kind](), torch.arange(64)[None] + 5
+    model = subject_of(config).model().to(torch.bfloat16)
+    with FlopMeter(H100, routing="balanced", checks="hold") as meter:
+        model(input_ids=tokens.to("meta"), labels=tokens.to("meta"), use_cache=False).loss.backward()
+    best = planned(OF_ALL_LAYERS[kind]()).best
+    peak = load_hardware(H100).contraction_peak("bf16").flop_per_s
+    assert best.mfu * best.seconds * peak == pytest.approx(4 * meter.report().model_flops, rel=0.01)
+
+
+def test_layers_run_in_the_order_of_the_model():
+    """So that one can read what an earlier one has made."""
+    assert few_layers([0, 1, 2, 2]) == [0, 1, 2, 2]
+    assert few_layers([0, 0, 0, 3, 0, 0, 0, 3]) == [0, 0, 3]
+    assert few_layers([0, 1]) == [0, 1]
+
+
+def test_layers_that_read_images_are_not_those_that_are_planned():
+    """The tower is the larger list here. Its parameters and the projector's are told of, by torch's count."""
+    vision = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config = transformers.Gemma3Config(text_config={**SMALL, "head_dim": 32}, vision_config=vision)
+    subject = subject_of(config)
+    model = subject.model()
+    beside = [name for name, _ in model.named_parameters() if "vision_tower" in name or "projector" in name]
+    numel = sum(model.get_parameter(name).numel() for name in beside)
+    assert subject.layers == "model.language_model.layers"
+    (said,) = [note for note in planned(config).notes if note.startswith("token ids do not reach")]
+    assert f"model.vision_tower, model.multi_modal_projector ({numel / 1e9:.3g} B parameters)" in said
+
+
+def test_the_embeddings_of_a_pipelines_first_stage_are_those_that_run_before_its_layers():
+    """GPT-2 adds an embedding of positions, [1024, 256], to that of tokens, [4000, 256]."""
+    config = transformers.GPT2Config(n_embd=256, n_head=8, n_layer=4, vocab_size=4000, n_positions=1024)
+    device = load_hardware(H100)
+    where = Where(64, device, cluster_of(device, None), "eager", {})
+    costs = meter_layers(subject_of(config), where, Shape(1, 1, 1, 1, "none"))
+    assert costs.before.parameters == (4000 + 1024) * 256
+    assert costs.after.parameters == 2 * 256  # its head is tied; the last norm is not
+
+
+@pytest.mark.parametrize("name", ["MegatronBert", "RemBert", "RoFormer"])
+def test_a_model_that_asks_whether_a_token_is_padding_is_planned(name):
+    sizes = {key: size for key, size in SMALL.items() if key != "num_key_value_heads"}
+    config = getattr(transformers, f"{name}Config")(**sizes, is_decoder=True)
+    assert planned(config).best.seconds > 0
+
+
+REFUSED = {
+    "layers of images": (
+        lambda: transformers.MllamaConfig(text_config={**SMALL, "cross_attention_layers": [3], "vocab_size": 4000}),
+        r"model\.(language_model\.)?layers\.3 of .* does not run on token ids alone",
+    ),
+    "parts of layers in several lists": (
+        lambda: transformers.XLMConfig(emb_dim=256, n_layers=4, n_heads=8, n_words=4000),
+        r"parts in several lists \(transformer\.ffns, transformer\.attentions\)",
+    ),
+    "buffers in fp32": (
+        lambda: transformers.OpenAIGPTConfig(n_embd=256, n_head=8, n_layer=4, vocab_size=4000),
+        "does not run with parameters in bf16 and the rest in fp32, as mixed precision of torch's FSDP2 runs it",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_model_that_is_not_planned_is_refused_in_one_true_line(why):
+    config, said = REFUSED[why]
+    with pytest.raises(PlanError, match=said) as found:
+        planned(config())
+    assert "\n" not in str(found.value)
+
+
+class Whole(Fixed):
+    """Of two equal products in each layer its styles split the first pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(TwoPairs() for _ in range(4))
+
+
+class TwoPairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.other_up, self.other_down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(self.up(x)) + self.other_down(self.other_up(x))
+
+
+def test_layers_that_tensor_parallelism_leaves_whole_are_told_of():
+    """Each of two ranks has half of the one pair and all of the other: three quarters."""
+    only = {"tp": 2, "microbatch": 1, "recompute": "none", "cp": 1}
+    notes = plan(Whole, 2, H100, batch=4, length=64, tensor_parallel=STYLES, only=only).notes
+    (said,) = [note for note in notes if note.startswith("tp 2: ")]
+    assert said.startswith("tp 2: each rank runs 0.75 of the FLOPs of layers such as layers.0 (4 of 4), not 0.5")
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_last_stage_has_a_copy_of_an_embedding_that_is_tied_to_its_head(stages):
+    """Gemma's, [4000, 256]: one stage holds it once; of two, each does. The last norm is a row of 256 more."""
+    config = transformers.GemmaConfig(**SMALL, head_dim=32, tie_word_embeddings=True)
+    device = load_hardware(H100)
+    where = Where(64, device, cluster_of(device, None), "eager", {})
+    costs = meter_layers(subject_of(config), where, Shape(1, 1, 1, 1, "none"))
+    costs = costs.in_stages if stages > 1 else costs
+    assert costs.before.parameters == 4000 * 256
+    assert costs.after.parameters == 256 + (stages - 1) * 4000 * 256
+
+
+def test_a_pipeline_of_a_model_with_a_tied_head_takes_the_memory_of_both_copies():
+    """The same model with a head of its own has stages that hold as many parameters. The last stage, which has the
+    logits, is the fullest."""
+    sizes, only = {**SMALL, "vocab_size": 40_000, "head_dim": 32}, {"pp": 2, "schedule": "1f1b"}
+    tied, apart = (
+        planned(transformers.GemmaConfig(**sizes, tie_word_embeddings=flag), 2, 512, **only).best
+        for flag in (True, False)
+    )
+    assert tied.peak_memory_bytes == pytest.approx(apart.peak_memory_bytes, rel=0.05)

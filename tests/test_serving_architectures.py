@@ -139,3 +139,37 @@ def test_a_window_of_which_only_a_models_mask_is_told_limits_what_a_step_of_deco
         step()
     kernels = [kernel.cost for kernel in meter.report().kernels if kernel.op.packet is FLASH]
     assert [2 * cost.macs - cost.masked_flops for cost in kernels] == [2 * 2 * 8 * 128 * 32] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("GPTNeoX", {}), ("Ernie", {"is_decoder": True}), ("Roberta", {"is_decoder": True})],
+)
+def test_the_head_stays_as_it_is_in_fp8_whatever_its_name(name, sizes):
+    """Each matrix of a linear layer but the head's takes a byte, all else two."""
+    sizes |= {key: size for key, size in SMALL.items() if key not in ("head_dim", "num_key_value_heads")}
+    config = getattr(transformers, f"{name}Config")(**sizes, tie_word_embeddings=False)
+    own = decoder(config)
+    head = own.model.get_output_embeddings()
+    linear = [each for each in own.model.modules() if isinstance(each, torch.nn.Linear) and each is not head]
+    (row,) = serving(config, [H100], prompt=64, output=4, weights="fp8").rows
+    numbers = sum(weight.numel() for weight in own.model.parameters())
+    assert row.weight_bytes == 2 * numbers - sum(each.weight.numel() for each in linear)
+
+
+@pytest.mark.parametrize(("name", "module"), [("BitNet", "attn_sub_norm"), ("Olmoe", "q_norm")])
+def test_a_norm_over_all_heads_is_named_where_they_cannot_be_split_and_what_to_do(name, module):
+    """Its weight is as wide as the model, and no size of the config says so."""
+    sizes = {key: size for key, size in SMALL.items() if key != "head_dim"}
+    with pytest.raises(ServingError, match=rf"layers\.0\.self_attn\.{module} is not split .* take gpus=1 \(--gpus 1\)"):
+        decoder(getattr(transformers, f"{name}Config")(**sizes), ranks=2).all_reduces  # noqa: B018
+
+
+def test_weights_for_images_and_sound_that_a_causal_language_model_has_are_told_of():
+    """Phi-4-multimodal's class has them. Their bytes are torch's."""
+    config = config_of("Phi4Multimodal", eos_token_id=2, bos_token_id=1)
+    with torch.device("meta"):
+        extension = transformers.Phi4MultimodalForCausalLM(config).model.embed_tokens_extend
+    gigabytes = 2 * sum(weight.numel() for weight in extension.parameters()) / 1e9
+    assert f"model.embed_tokens_extend is among the weights ({gigabytes:.3g} GB)" in notes_on(config)
+    assert "among the weights" not in notes_on(config_of("Llama"))

@@ -17,9 +17,19 @@ _DEPTH = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # attribute
 
 def list_of_layers(model: nn.Module) -> str | None:
     """The name of the list, or dictionary, of modules with the most parameters; None where there is none."""
+    return next(iter(lists_of_layers(model)), None)
+
+
+def lists_of_layers(model: nn.Module) -> dict[str, int]:
+    """The number of parameters of each list, or dictionary, of modules, those with the most first. Lists inside of
+    another one are left out."""
     lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList | nn.ModuleDict)}
     sizes = {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in lists.items()}
-    return max(sizes, key=lambda name: (sizes[name], -len(name)), default=None)
+    found: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], len(name))):
+        if not any(name.startswith(f"{other}.") or other.startswith(f"{name}.") for other in found):
+            found[name] = sizes[name]
+    return found
 
 
 def likenesses(layers: Sequence[nn.Module], config: Any = None) -> list[Likeness]:

@@ -52,16 +52,23 @@ def _text(config: Any, batch: int, seq: int | None, has_mask: bool) -> dict[str,
 
 
 def _ids(config: Any, batch: int, seq: int | None) -> Tensor:
+    return token_ids(config, batch, _length(_text_config(config), seq))
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config(decoder=True) if config.is_encoder_decoder else config.get_text_config()
+
+
+def token_ids(config: Any, batch: int, length: int) -> Tensor:
     """Rows of distinct small ids, beyond those that are padding or marks in most vocabularies."""
-    text = config.get_text_config(decoder=True) if config.is_encoder_decoder else config.get_text_config()
-    vocabulary: int = getattr(text, "vocab_size", 0)
+    vocabulary: int = getattr(_text_config(config), "vocab_size", 0)
     if not vocabulary:
         raise TargetError(
             f"the config of {config.model_type} has no vocab_size, so that token ids cannot be made up: "
             f"{WRITE_A_FUNCTION}"
         )
     first = min(5, vocabulary - 1)
-    return (first + torch.arange(_length(text, seq)) % min(1000, vocabulary - first)).repeat(batch, 1)
+    return (first + torch.arange(length) % min(1000, vocabulary - first)).repeat(batch, 1)
 
 
 def _length(text: Any, seq: int | None) -> int:

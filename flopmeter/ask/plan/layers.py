@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, get_args
 
@@ -15,10 +16,18 @@ from flopmeter.ask.plan.blocks import Blocks, blocks_of
 from flopmeter.ask.plan.experts import experts_of, with_routing
 from flopmeter.ask.plan.fp8 import fp8_numel
 from flopmeter.ask.plan.overlap import hidden_seconds
-from flopmeter.ask.plan.program import PARAMETERS, Where, backward, give_gradients, optimizer_step, split_layers
+from flopmeter.ask.plan.program import (
+    PARAMETERS,
+    Where,
+    backward,
+    give_gradients,
+    optimizer_step,
+    split_layers,
+    without_gradients,
+)
 from flopmeter.ask.plan.schedules import PassKind
 from flopmeter.ask.plan.splits import PlanError, Shape
-from flopmeter.ask.plan.subject import Subject, in_words
+from flopmeter.ask.plan.subject import Subject, in_words, tokens_of
 from flopmeter.ask.what_if import improved
 from flopmeter.costs import UncountedError
 from flopmeter.costs.data_movement.communication import dtensor_notes
@@ -78,6 +87,10 @@ class PartCost(NamedTuple):
         return self.blocks.kept_bytes
 
     @property
+    def model_flops(self) -> int:
+        return self.forward.model_flops + self.backward.model_flops
+
+    @property
     def trained_parameters(self) -> int:
         return self.parameters - self.frozen_parameters
 
@@ -103,6 +116,12 @@ class LayerCosts(NamedTuple):
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
     optimizer_host_seconds: tuple[float, float] = (0.0, 0.0)  # of its step, and for each of its tensors besides
+    after_alone: PartCost | None = None  # `after` on another stage than `before`, with the parameters that both have
+
+    @property
+    def in_stages(self) -> LayerCosts:
+        """The same for a pipeline, whose last stage has a copy of an embedding that is tied to its head."""
+        return self if self.after_alone is None else self._replace(after=self.after_alone)
 
 
 def try_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool = False) -> LayerCosts | str:
@@ -114,69 +133,123 @@ def try_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool =
         raise
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if shape.runs_as_written:
-            raise PlanError(f"{subject.name} does not run: {in_words(error)}") from error
+            how = _CASTS_PARAMETERS if _runs_in_fp32(subject, where) else ""
+            raise PlanError(f"{subject.name} does not run{how}: {in_words(error)}") from error
         return in_words(error)
 
 
+_CASTS_PARAMETERS = " with parameters in bf16 and the rest in fp32, as mixed precision of torch's FSDP2 runs it"
+
+
+def _runs_in_fp32(subject: Subject, where: Where) -> bool:
+    """Whether the model runs as it is, on one GPU."""
+    model = subject.model()
+    with world(1, {"rest": 1, "cp": 1, "tp": 1}) as mesh, suppress(Exception):
+        with FlopMeter(where.hardware, **where.meter_options):
+            backward(subject, model, mesh, tokens_of(model, 1, where.length))
+        return True
+    return False
+
+
 def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool = False) -> LayerCosts:
-    """Two layers of the most frequent kind and one of each other kind run forward and backward. The second one of the
-    first kind is taken: it is neither the first to run nor the last."""
-    kinds = sorted(set(subject.kinds), key=lambda kind: -subject.kinds.count(kind))
-    model, report, boundary = _metered(subject, where, shape, [kinds[0], *kinds])
+    """A model with few layers runs forward and backward; or, where it does not run without the others, as where layers
+    are numbered or read what an earlier one has made, the whole one."""
+    few, every = few_layers(subject.kinds), list(range(len(subject.kinds)))
+    if few == every:
+        return _costs_of(subject, where, shape, every, async_tp)
+    try:
+        return _costs_of(subject, where, shape, few, async_tp)
+    except (TargetError, HardwareError, DataDependentError, UncountedError):
+        raise
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return _costs_of(subject, where, shape, every, async_tp)
+
+
+def few_layers(kinds: Sequence[int]) -> list[int]:
+    """One layer of each kind, in the order of the model, and a second one of the most frequent kind; all layers where
+    there are no more."""
+    first_ones = sorted(set(kinds))
+    few = sorted([*first_ones, max(first_ones, key=kinds.count)])
+    return few if len(few) <= len(kinds) else list(range(len(kinds)))
+
+
+def _costs_of(subject: Subject, where: Where, shape: Shape, layers: list[int], async_tp: bool) -> LayerCosts:
+    """Of each kind the first layer is taken, or the second one where the first is the first of all to run."""
+    model, report, watched = _metered(subject, where, shape, layers)
     blocks = subject.layers_of(model)
     steps = host_steps(report.launches, report.hardware, report.hardware.host)
     report = improved(report, "overhead", AT_ONCE)
     hidden = hidden_seconds(report, shape.tp) if async_tp and shape.tp > 1 else None
     parts = _PartsOfReport(report, steps, f"{type(model).__name__}.{subject.layers}.", hidden)
-    experts = [sum(each.numel() for module in experts_of(block) for each in module.parameters()) for block in blocks]
-    inside, frozen = ([_numel_of(block, which) for block in blocks] for which in (None, False))
-    outside, frozen_outside = _numel_of(model) - sum(inside), _numel_of(model, False) - sum(frozen)
-    embedding = next(model.parameters())
-    first = min(_local_numel(embedding), outside)
-    frozen_first = 0 if embedding.requires_grad else first
-    layers = {
-        kind: parts.cost(place, inside[place], experts[place])._replace(
-            fp8_parameters=fp8_numel(blocks[place]),
-            frozen_parameters=frozen[place],
-            trained_tensors=len(_trained(blocks[place])),
-            expert_tensors=sum(len(_trained(module)) for module in experts_of(blocks[place])),
-        )
-        for place, kind in enumerate(kinds, 1)
-    }
-    if not boundary or not all(cost.forward.seconds for cost in layers.values()):
-        raise PlanError(
-            f"nothing ran in {subject.layers} of {subject.name}: plan needs a model that calls them as "
-            "modules, block(x), not in a function that torch.compile compiles (mode='compiled' compiles layers)"
-        )
-    trained_outside = len(_trained(model)) - sum(len(_trained(block)) for block in blocks)
-    trained_first = min(int(embedding.requires_grad), trained_outside)
+    kinds = [subject.kinds[layer] for layer in layers]
+    places = {kind: _place_of(kind, kinds) for kind in kinds}
+    costs = {kind: _cost_of_layer(parts, place, blocks[place]) for kind, place in places.items()}
+    idle = [layers[place] for kind, place in places.items() if not costs[kind].forward.seconds]
+    _check_all_ran(subject, idle, some_did=bool(watched.boundary_bytes) and len(idle) < len(costs))
+    most = max(places, key=subject.kinds.count)
+    others = watched.others(model, blocks)
     return LayerCosts(
-        layers=layers,
-        before=parts.cost(BEFORE, first)._replace(frozen_parameters=frozen_first, trained_tensors=trained_first),
-        after=parts.cost(AFTER, outside - first)._replace(
-            frozen_parameters=frozen_outside - frozen_first, trained_tensors=trained_outside - trained_first
-        ),
-        boundary_bytes=boundary[0],
-        **_optimizer(blocks[1], where),
-        notes=_notes_of_any_run(report),
+        layers=costs,
+        before=_cost_outside(parts, BEFORE, watched.before),
+        after=_cost_outside(parts, AFTER, others),
+        after_alone=_cost_outside(parts, AFTER, [*others, *watched.tied]),
+        boundary_bytes=watched.boundary_bytes[0],
+        **_optimizer(blocks[places[most]], where),
+        notes=(*_notes_of_any_run(report), *(without_gradients(model) if shape.runs_as_written else ())),
         assumptions=report.assumptions,
     )
 
 
-def _metered(subject: Subject, where: Where, shape: Shape, layers: list[int]) -> tuple[nn.Module, Report, list[int]]:
-    """One rank's part of a model with these layers, the report of a microbatch, and the bytes that the last of the
-    layers hands on at each call."""
+def _place_of(kind: int, kinds: Sequence[int]) -> int:
+    first, *others = (place for place, other in enumerate(kinds) if other == kind)
+    return others[0] if others and first == 0 else first
+
+
+def _check_all_ran(subject: Subject, idle: Sequence[int], some_did: bool) -> None:
+    """`idle`: layers that did not run. Raises PlanError where there are some."""
+    if not some_did:
+        raise PlanError(
+            f"nothing ran in {subject.layers} of {subject.name}: plan needs a model that calls them as "
+            "modules, block(x), not in a function that torch.compile compiles (mode='compiled' compiles layers)"
+        )
+    if idle:
+        raise PlanError(
+            f"{subject.layers}.{idle[0]} of {subject.name} does not run on token ids alone, as layers that read images"
+            " do not: plan takes models of which all layers do"
+        )
+
+
+def _cost_of_layer(parts: _PartsOfReport, place: int, block: nn.Module) -> PartCost:
+    experts = experts_of(block)
+    return parts.cost(
+        place, _numel_of(block.parameters()), sum(_numel_of(each.parameters()) for each in experts)
+    )._replace(
+        fp8_parameters=fp8_numel(block),
+        frozen_parameters=_numel_of(_frozen(block.parameters())),
+        trained_tensors=len(_trained(block.parameters())),
+        expert_tensors=sum(len(_trained(module.parameters())) for module in experts),
+    )
+
+
+def _cost_outside(parts: _PartsOfReport, part: int, parameters: Sequence[nn.Parameter]) -> PartCost:
+    return parts.cost(part, _numel_of(parameters))._replace(
+        frozen_parameters=_numel_of(_frozen(parameters)), trained_tensors=len(_trained(parameters))
+    )
+
+
+def _metered(subject: Subject, where: Where, shape: Shape, layers: list[int]) -> tuple[nn.Module, Report, _Watched]:
+    """One rank's part of a model with these layers, the report of a microbatch, and what was seen while it ran."""
     ranks = max(shape.cp, shape.ep) * shape.tp  # of cp and ep one divides the other
     sizes = {"rest": ranks // (shape.cp * shape.tp), "cp": shape.cp, "tp": shape.tp}
     with world(ranks, sizes, gpus_per_node=where.cluster.gpus_per_node) as mesh:
-        model = subject.model(layers)
+        model = subject.model(None if layers == list(range(len(subject.kinds))) else layers)
         _cast(model)
         split_layers(subject, model, mesh, shape.recompute, range(0, shape.ep * shape.tp, shape.tp))
-        boundary = _watch_boundary(subject.layers_of(model)[-1])
-        tokens = torch.empty(shape.microbatch, where.length, dtype=torch.long, device="meta")
+        watched = _Watched(model, subject.layers_of(model))
+        tokens = tokens_of(model, shape.microbatch, where.length)
         with FlopMeter(where.hardware, cluster=where.cluster, **with_routing(shape.ep, where.meter_options)) as meter:
             backward(subject, model, mesh, tokens)
-        return model, meter.report(mode=where.mode), boundary
+        return model, meter.report(mode=where.mode), watched
 
 
 def _notes_of_any_run(report: Report) -> tuple[str, ...]:
@@ -196,34 +269,67 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _local_numel(tensor: Tensor) -> int:
-    return _local(tensor).numel()
+def _numel_of(parameters: Iterable[nn.Parameter]) -> int:
+    """Their number on this rank."""
+    return sum(_local(each).numel() for each in parameters)
 
 
-def _numel_of(module: nn.Module, trained: bool | None = None) -> int:
-    """The number of parameters on this rank: all of them, or only the trained or the frozen ones."""
-    return sum(_local_numel(each) for each in module.parameters() if trained in (None, each.requires_grad))
+def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [each for each in parameters if each.requires_grad]
 
 
-def _watch_boundary(block: nn.Module) -> list[int]:
-    found: list[int] = []
-
-    def note(_: nn.Module, __: Any, output: Any) -> None:
-        hidden = _local(output[0] if isinstance(output, tuple) else output)
-        found.append(hidden.nbytes)
-
-    block.register_forward_hook(note)
-    return found
+def _frozen(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [each for each in parameters if not each.requires_grad]
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [each for each in module.parameters() if each.requires_grad]
+class _Watched:
+    """What is seen of a model while it runs: the bytes that a layer hands to the next one, at each call, and which
+    parameters outside of the layers belong to modules that run before the first of them."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self.boundary_bytes: list[int] = []
+        self._before: dict[int, nn.Parameter] = {}
+        self._tied: dict[int, nn.Parameter] = {}  # of these, those of another module that runs later
+        self._has_begun = False
+        for block in blocks:
+            block.register_forward_pre_hook(self._begin)
+            block.register_forward_hook(self._hand_on)
+        inside = {id(module) for block in blocks for module in block.modules()}
+        for module in model.modules():
+            if id(module) not in inside:
+                module.register_forward_pre_hook(self._enter)
+
+    @property
+    def before(self) -> list[nn.Parameter]:
+        return [*self._before.values()]
+
+    @property
+    def tied(self) -> list[nn.Parameter]:
+        return [*self._tied.values()]
+
+    def others(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
+        """The other parameters outside of the layers."""
+        known = {id(each) for block in blocks for each in block.parameters()} | self._before.keys()
+        return [each for each in model.parameters() if id(each) not in known]
+
+    def _begin(self, *_: Any) -> None:
+        self._has_begun = True
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        for each in module.parameters(recurse=False):
+            if not self._has_begun:
+                self._before[id(each)] = each
+            elif id(each) in self._before:
+                self._tied[id(each)] = each
+
+    def _hand_on(self, _: nn.Module, __: Any, output: Any) -> None:
+        self.boundary_bytes.append(_local(output[0] if isinstance(output, tuple | list) else output).nbytes)
 
 
 def _optimizer(block: nn.Module, where: Where) -> dict[str, Any]:
     """Seconds and bytes for each trained parameter, from a layer in fp32; a shard is assumed to take its share. The
     host's come of steps on one and on two such layers, whose parameters are DTensors, as FSDP2 makes them."""
-    shapes = [_local(each).shape for each in _trained(block) or block.parameters()]
+    shapes = [_local(each).shape for each in _trained(block.parameters()) or block.parameters()]
     with world(1) as mesh:
         one, two = (_optimizer_report(shapes * layers, mesh, where) for layers in (1, 2))
     numel = sum(shape.numel() for shape in shapes)

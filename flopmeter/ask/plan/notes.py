@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from flopmeter.ask.delays import Delays, delay_notes
+from flopmeter.ask.plan.layers import LayerCosts
 from flopmeter.ask.plan.rows import SplitRow
-from flopmeter.ask.plan.splits import WITHOUT_NUMPY, Bounds, has_context_parallelism
+from flopmeter.ask.plan.splits import WITHOUT_NUMPY, Bounds, Shape, has_context_parallelism
 from flopmeter.ask.plan.subject import Subject
 from flopmeter.meter import Causal
 from flopmeter.report.quantities import HOW_ATTENTION_COUNTS, figure, percent
 
+MOST_UNEVEN = 0.05  # of a rank's share of a layer: norms and the like are whole in every plan
 MEMORY_ERROR = 0.05  # the largest error of the reserved memory of five published runs (docs/plan.md)
 _FP8 = (
     "fp8 in the linear layers of each layer (scales of whole tensors; FSDP gathers them in fp8, tensor parallelism in "
@@ -88,6 +90,28 @@ def cautions(rows: Iterable[SplitRow], async_tp: bool, delays: Delays) -> Iterat
             f"{tight} of these splits: memory= (--memory GB) plans with a reserve"
         )
     yield from delay_notes(delays)
+
+
+def shared_unevenly(subject: Subject, costs: Mapping[Shape, LayerCosts]) -> Iterator[str]:
+    """Layers of which each tensor parallel rank runs more than its part, as where a plan leaves some of them whole."""
+    one = next((found for shape, found in costs.items() if shape.runs_as_written and shape.microbatch == 1), None)
+    known: dict[int, str] = {}
+    for shape, found in costs.items():
+        if one is None or shape.tp in (1, *known) or (shape.cp, shape.ep, shape.recompute) != (1, 1, "none"):
+            continue
+        shares = {
+            kind: found.layers[kind].model_flops / (layer.model_flops * shape.microbatch)
+            for kind, layer in one.layers.items()
+        }
+        whole = [kind for kind, share in shares.items() if share > (1 + MOST_UNEVEN) / shape.tp]
+        if whole:
+            kind = max(whole, key=shares.__getitem__)
+            known[shape.tp] = (
+                f"tp {shape.tp}: each rank runs {figure(shares[kind])} of the FLOPs of layers such as"
+                f" {subject.layers}.{kind} ({sum(map(subject.kinds.count, whole))} of {len(subject.kinds)}), not"
+                f" {figure(1 / shape.tp)}: the plan for tensor parallelism leaves parts of them whole"
+            )
+    yield from known.values()
 
 
 def nothing_divides(subject: Subject, bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> str:

@@ -22,9 +22,12 @@ from flopmeter.ask.plan.subject import Subject
 from flopmeter.device.cluster import Cluster
 from flopmeter.device.hardware import Hardware
 from flopmeter.meter import Mode
+from flopmeter.report.quantities import figure
 from flopmeter.torch_names import distributed as private
 from flopmeter.torch_names.operators import Overloads, Packets, aten_overloads
 
+LEAST_TOLD = 0.005  # of a model's parameters, whose idleness is told
+MOST_NAMED = 3
 PARAMETERS, REDUCED = torch.bfloat16, torch.float32  # the types in which matmuls run, and in which gradients are summed
 
 
@@ -126,6 +129,26 @@ def optimizer_step(parameters: Iterable[Tensor]) -> Callable[[], None]:
         optimizer.zero_grad()
 
     return step
+
+
+def without_gradients(model: nn.Module) -> Iterator[str]:
+    """After a backward pass: a note on large parts that it has not reached, as what reads images is by token ids."""
+    idle = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
+    numel = sum(model.get_parameter(name).numel() for name in idle)
+    if numel > LEAST_TOLD * sum(each.numel() for each in model.parameters()):
+        reached = [name for name, each in model.named_parameters() if each.grad is not None]
+        parts = dict.fromkeys(_outermost(name, reached) for name in idle)
+        yield (
+            f"token ids do not reach {', '.join([*parts][:MOST_NAMED])} ({figure(numel / 1e9)} B parameters): no pass"
+            " of theirs counts, but their gradients and optimizer state do"
+        )
+
+
+def _outermost(name: str, others: Sequence[str]) -> str:
+    """The outermost module around a parameter that has none of the others in it."""
+    path = name.split(".")
+    around = (".".join(path[:depth]) for depth in range(1, len(path)))
+    return next((each for each in around if not any(other.startswith(f"{each}.") for other in others)), name)
 
 
 def give_gradients(parameters: Iterable[Tensor]) -> None:

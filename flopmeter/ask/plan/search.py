@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from flopmeter.ask.plan.compose import Composed, SplitWork, compose, least_seconds
 from flopmeter.ask.plan.layers import LayerCosts, try_layers
 from flopmeter.ask.plan.memory import MemoryUse, least_bytes, memory_of, state_bytes
-from flopmeter.ask.plan.notes import nothing_divides
+from flopmeter.ask.plan.notes import nothing_divides, shared_unevenly
 from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.rows import SplitRow
 from flopmeter.ask.plan.splits import Bounds, PlanError, Shape, Split, splits
@@ -97,6 +97,7 @@ class Search:
 
     def _work(self, split: Split) -> SplitWork:
         costs, where = self.costs[split.shape], self._where
+        costs = costs.in_stages if split.pp > 1 else costs
         return SplitWork(split, self._subject.kinds, costs, self._bounds.batch, where.hardware, where.cluster)
 
     @cached_property
@@ -104,7 +105,7 @@ class Search:
         """FLOPs of one sequence. They are the same for every split, whatever is computed again."""
         costs = self.costs[ONE_RANK]
         parts = [costs.before, *(costs.layers[kind] for kind in self._subject.kinds), costs.after]
-        return sum(part.forward.model_flops + part.backward.model_flops for part in parts)
+        return sum(part.model_flops for part in parts)
 
     def _row(self, found: _Found, dollars: float | None) -> SplitRow:
         split, step, memory = found
@@ -129,6 +130,7 @@ class Search:
         found = [note for costs in self.costs.values() for note in costs.notes]
         if self._subject.is_compiled and self._where.mode == "eager":
             found.append("layers run eagerly, though the model compiles them: mode='compiled' prices them as compiled")
+        found.extend(shared_unevenly(self._subject, self.costs))
         assumed = [f"assumed: {each}" for costs in self.costs.values() for each in costs.assumptions]
         return [*found, *(f"left out: {each}" for each in self._left_out()), *assumed]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from math import gcd
 from typing import Any, NamedTuple
@@ -12,14 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flopmeter.ask.alike import likenesses, list_of_layers
+from flopmeter.ask.alike import likenesses, lists_of_layers
 from flopmeter.ask.plan.experts import experts_of
 from flopmeter.ask.plan.fp8 import in_fp8
 from flopmeter.ask.plan.splits import PlanError
 from flopmeter.ask.plan.styles import styles_of_transformers
+from flopmeter.known_values.twins import on_meta
+from flopmeter.meter import FlopMeter
 from flopmeter.models import BUILTINS, Trainable
 from flopmeter.models.gpt2 import GPT2, GPT2Config
-from flopmeter.models.hub_inputs import TargetError
+from flopmeter.models.hub_inputs import TargetError, token_ids
 from flopmeter.models.hubs import hub_config, model_of
 from flopmeter.models.layers import next_token_loss
 from flopmeter.models.llama import Llama, LlamaConfig
@@ -27,6 +30,8 @@ from flopmeter.torch_names.private import COMPILED_CALL
 
 Loss = Callable[[nn.Module, Tensor], Tensor]  # of a model and token ids [batch, length]: the scalar that is trained
 Styles = Mapping[str, Any]  # torch's parallel styles by the names of modules, in which * stands for any part
+PROBED_TOKENS = 64  # in a run that only asks which layers run
+LEAST_PART = 0.1  # of the layers' parameters, that a list beside theirs must have to be a part of them
 ANY_HEADS = 1024  # for a model whose heads are not known: they limit nothing
 _BY_CONFIG: dict[type, Callable[[Any], nn.Module]] = {LlamaConfig: Llama, GPT2Config: GPT2}
 
@@ -76,9 +81,8 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
     """
     make = _maker(build)
     model = _on_meta(make)
-    layers = list_of_layers(model)
-    if layers is None:
-        raise PlanError(f"{type(model).__name__} has no ModuleList of layers, which plan could split")
+    train = loss or _loss_of(model)
+    layers = _layers_that_run(model, train)
     blocks = list(model.get_submodule(layers).children())
     config = getattr(model, "config", None)
     kinds = likenesses(blocks, config)
@@ -90,7 +94,7 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
         kinds=tuple(kinds.index(kind) for kind in kinds),
         heads=None,
         styles=styles,
-        loss=loss or _loss_of(model),
+        loss=train,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         longest=_first_number(config, _LENGTHS),
@@ -102,6 +106,53 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
     return subject._replace(
         heads=(_first_number(config, _HEADS) or ANY_HEADS) if subject.tensor_parallel(model) else None
     )
+
+
+def tokens_of(model: nn.Module, batch: int, length: int) -> Tensor:
+    """Token ids on meta. Models of transformers ask whether one of them is padding, so that theirs are known."""
+    config: Any = getattr(model, "config", None)
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
+    if hasattr(text, "vocab_size"):
+        return on_meta(token_ids(config, batch, length))
+    return torch.empty(batch, length, dtype=torch.long, device="meta")
+
+
+def _layers_that_run(model: nn.Module, loss: Loss) -> str:
+    """The largest list of layers that run on token ids: next to that of a language model may be one that reads images.
+    Raises PlanError where there is none, or where a layer has parts in several lists."""
+    sizes = lists_of_layers(model)
+    if not sizes:
+        raise PlanError(f"{type(model).__name__} has no ModuleList of layers, which plan could split")
+    chosen = next(iter(sizes))
+    if len(sizes) > 1:
+        ran = _lists_that_run(model, sizes, loss)
+        chosen = next((name for name in sizes if name in ran), chosen)
+    holder, count = chosen.rpartition(".")[0], len(list(model.get_submodule(chosen).children()))
+    for name, size in sizes.items():
+        is_beside = name != chosen and name.rpartition(".")[0] == holder
+        if is_beside and size > LEAST_PART * sizes[chosen] and len(list(model.get_submodule(name).children())) == count:
+            raise PlanError(
+                f"the layers of {type(model).__name__} are parts in several lists ({chosen}, {name}): plan takes models"
+                " that have one list of whole layers"
+            )
+    return chosen
+
+
+def _lists_that_run(model: nn.Module, lists: Iterable[str], loss: Loss) -> set[str]:
+    """Those of the lists of which a module runs in a forward pass; none where the model does not run."""
+    ran = set[str]()
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: ran.add(name))
+        for name in lists
+        for module in model.get_submodule(name).children()
+    ]
+    try:
+        with suppress(Exception), torch.no_grad(), FlopMeter(routing="balanced", checks="hold"):
+            loss(model, tokens_of(model, 1, PROBED_TOKENS))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return ran
 
 
 def _maker(build: Any) -> Callable[[], nn.Module]:

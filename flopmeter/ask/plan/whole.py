@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
-
 from flopmeter.ask.plan.compose import Bound
 from flopmeter.ask.plan.experts import with_routing
 from flopmeter.ask.plan.memory import MemoryUse
 from flopmeter.ask.plan.program import PARAMETERS, Where, backward, give_gradients, optimizer_step, shard, split_layers
 from flopmeter.ask.plan.splits import Split
-from flopmeter.ask.plan.subject import Subject
+from flopmeter.ask.plan.subject import Subject, tokens_of
 from flopmeter.distributed import world
 from flopmeter.meter import FlopMeter
 
@@ -41,7 +39,7 @@ def meter_whole(subject: Subject, where: Where, job: tuple[Split, int], *, usabl
         step = optimizer_step(model.parameters())
         give_gradients(model.parameters())
         step()  # the first one makes the optimizer's state
-        tokens = torch.empty(split.microbatch, where.length, dtype=torch.long, device="meta")
+        tokens = tokens_of(model, split.microbatch, where.length)
         with FlopMeter(where.hardware, cluster=where.cluster, **with_routing(split.ep, where.meter_options)) as meter:
             count = min(microbatches, 3 if split.gather == "step" else 2)
             passes: list[range] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flopmeter.ask.checks import check_share, check_whole
 from flopmeter.ask.serve.cache import ServingError
 from flopmeter.ask.serve.decoder import Decoder
-from flopmeter.ask.serve.formats import HEAD, has_product
+from flopmeter.ask.serve.formats import has_product
 from flopmeter.ask.serve.published import KV_BYTES, WEIGHTS, quantised
 from flopmeter.ask.serve.queue import expected_tokens
 from flopmeter.ask.serve.steps import StepCost, StepModel
@@ -140,6 +140,8 @@ def notes_of(
 def _of_model(own: StepModel) -> Iterator[str]:
     if own.decoder.part_of:
         yield f"the language model of {own.decoder.part_of} alone: what it has for images or sound is left out"
+    for path, nbytes in own.decoder.idle_parts.items():
+        yield f"{path} is among the weights ({figure(nbytes / 1e9)} GB), and no step here runs it: prompts are of text"
     if picks := own.decoder.picks:
         few = "".join(f"{each} or " for each in picks[:-1])
         yield f"each token picks {few}{counted(picks[-1], 'expert')} of a layer; assumed: routing={own.routing!r}"
@@ -200,9 +202,9 @@ def _of_weights(own: StepModel, devices: Sequence[Hardware]) -> Iterator[str]:
         )
     chosen = published.format_of(own.weights)
     if own.weights != "bf16":
-        kept = _of_all_layers(name for name in published.kept if name != HEAD)
+        kept = _of_all_layers(name for name in published.kept if name != own.decoder.head)
         yield (
-            f"weights in {own.weights}: {figure(chosen.bits)} bits; {chosen.what}; lm_head as it is"
+            f"weights in {own.weights}: {figure(chosen.bits)} bits; {chosen.what}; {own.decoder.head} as it is"
             + (f", and by the config {kept}" if kept else "")
         )
     lack = [device.name for device in devices if chosen.product and not has_product(device, chosen.product)]

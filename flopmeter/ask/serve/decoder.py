@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 import torch
 
+from flopmeter.ask.alike import lists_of_layers
 from flopmeter.ask.serve.cache import CacheKind, KeptLayer, ServingError, empty_cache, filled_cache, kept_in
 from flopmeter.ask.serve.engine import choose_tokens, pack
 from flopmeter.ask.serve.headed import Headed
@@ -34,6 +35,7 @@ from flopmeter.ask.serve.tensor_parallel import (
     distinct_parameters,
     keep_width_of_heads,
     numbers_in_layers,
+    running,
     split_config,
     summed_in_blocks,
     unsplit_block,
@@ -72,6 +74,12 @@ class Decoder:
     @property
     def _language(self) -> Any:
         return self.model.language if isinstance(self.model, Headed) else self.model
+
+    @functools.cached_property
+    def head(self) -> str:
+        """The path of the module that scores the vocabulary."""
+        own = self.model.get_output_embeddings()
+        return next(name for name, module in self.model.named_modules() if module is own)
 
     @property
     def parameter_bytes(self) -> int:
@@ -117,6 +125,22 @@ class Decoder:
             return sorted({each.picks for each in self.spread})
         return sorted({kernel.op.call.outputs[0].shape[0] for kernel in self._after_a_step[2] if is_grouped(kernel)})
 
+    @property
+    def idle_parts(self) -> dict[str, int]:
+        """Bytes of modules with lists of layers of which a step runs none, as of those that read images, by path."""
+        top = type(self.model).__name__
+        ran = {kernel.op.module for kernel in self._after_a_step[2]}
+
+        def runs(path: str) -> bool:
+            return any(module.startswith(f"{top}.{path}.") for module in ran)
+
+        idle = dict.fromkeys(
+            next(path for path in _and_around(name) if not runs(path))
+            for name in lists_of_layers(self.model)
+            if not runs(name)
+        )
+        return {path: sum(each.nbytes for each in self.model.get_submodule(path).parameters()) for path in idle}
+
     @functools.cached_property
     def _after_a_step(self) -> tuple[tuple[KeptLayer, ...], Any, Sequence[Kernel]]:
         """What each layer keeps, as a step of one token shows, the cache after it (models that run layers in a loop
@@ -138,8 +162,11 @@ class Decoder:
         return kept, cache, kernels
 
     def _first_step(self, cache: Any, new: int = 1) -> Sequence[Kernel]:
-        split = f" when it is split over {self.ranks} GPUs by its config" * (self.ranks > 1)
-        with _in_one_line(f"{self.title} of transformers does not run as a server runs it{split}"):
+        what = f"{self.title} of transformers does not run as a server runs it"
+        at: list[str] = []  # the modules that are running, where the model is split
+        if self.ranks > 1:
+            what += f" when it is split over {self.ranks} GPUs by its config"
+        with _in_one_line(what, at), running(self.model, at) if self.ranks > 1 else contextlib.nullcontext():
             with FlopMeter(routing="independent", checks="hold") as meter:
                 self._run(cache, 1, new, 1)
         return in_one_kernel(meter.report().kernels)
@@ -223,6 +250,12 @@ class Decoder:
                 choose_tokens(out.logits)
 
 
+def _and_around(path: str) -> Iterator[str]:
+    """The paths of the modules around that of the path, the outermost first, and its own."""
+    names = path.split(".")
+    yield from (".".join(names[:depth]) for depth in range(1, len(names) + 1))
+
+
 def _runs_all_experts(kernel: Kernel) -> bool:
     """Whether it multiplies by the weights of several experts, [experts, ...], whether a token picked them or not."""
     return kernel.op.packet is aten.bmm and kernel.op.module.rpartition(".")[2] == "experts"
@@ -276,8 +309,8 @@ def _decoder(config: Any, ranks: int, cache: CacheKind, expert_ranks: int, part_
 
 
 @contextlib.contextmanager
-def _in_one_line(what: str) -> Iterator[None]:
-    """Errors of transformers become one line."""
+def _in_one_line(what: str, at: Sequence[str] = ()) -> Iterator[None]:
+    """Errors of transformers become one line. `at`: the modules that are running; a split model runs in some."""
     try:
         yield
     except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -286,6 +319,9 @@ def _in_one_line(what: str) -> Iterator[None]:
         why = f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         if isinstance(error, TypeError):
             why += ": its config may leave out a value that it needs, as the defaults of some types do"
+        if at:
+            what = f"{what}: {at[-1]} is not split with the rest"
+            why += ": take gpus=1 (--gpus 1), or spread experts (expert_parallel=True, --expert-parallel)"
         raise ServingError(f"{what} {why}") from error
 
 

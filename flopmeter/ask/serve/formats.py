@@ -11,8 +11,6 @@ from flopmeter.device.hardware import Hardware, HardwareError
 from flopmeter.launch.grouped_matmul import in_one_kernel, is_grouped
 from flopmeter.records import ATTENTION, Cost, GroupedMatmulWork, Kernel, MatmulWork, Region, Trace
 
-HEAD = "lm_head"  # scores the vocabulary; it stays as it is, like embeddings and norms
-
 
 def in_formats(
     kernels: Sequence[Kernel],
@@ -67,7 +65,7 @@ def _weight_storages(kernel: Kernel, trace: Trace, published: Quantised, only_ex
     module = kernel.op.module
     if only_experts and not is_grouped(kernel):
         return set()
-    if not kernel.cost.macs or module.rpartition(".")[2] == HEAD or published.is_kept(module):
+    if not kernel.cost.macs or published.is_kept(module):
         return set()
     matrices = (spec.storage for spec in kernel.op.call.inputs if len(spec.shape) > 1)  # a bias stays as it is
     return {place for place in matrices if trace.storages[kernel.op.storages[place]].role == "parameters"}

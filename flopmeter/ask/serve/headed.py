@@ -25,6 +25,9 @@ class Headed(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.language.dtype
 
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
     def forward(self, input_ids: Tensor, use_cache: bool, logits_to_keep: int, **cache: Any) -> SimpleNamespace:
         """`logits` [batch, logits_to_keep, vocabulary] of token ids [batch, new]."""
         out = self.language(input_ids=input_ids, use_cache=use_cache, **cache)

@@ -52,12 +52,15 @@ class Quantised(NamedTuple):
     unknown: str | None = None  # a way of quantising that is none of WEIGHTS
     kv: str | None = None  # the cache, of KV_BYTES; None: it says nothing, or something else
     unknown_kv: str | None = None  # a format of the cache that is none of KV_BYTES
+    head: str = "lm_head"  # the path of what scores the vocabulary; it stays as it is, like embeddings and norms
 
     def format_of(self, weights: str) -> WeightFormat:
         return self.form if self.form is not None and weights == self.weights else WEIGHTS[weights]
 
     def is_kept(self, module: str) -> bool:
         """Whether the weights of the module of this path, which begins with the model's class, are as they were."""
+        if module.partition(".")[2] == self.head:
+            return True
         paths = list(_names(module.split(".")[1:]))
         return _names_any(self.kept, paths) or (bool(self.only) and not _names_any(self.only, paths))
 

@@ -75,7 +75,7 @@ class StepModel:
         cluster: Cluster | None = None,
     ):
         self.decoder, self.mode, self._cluster = decoder, mode, cluster
-        self._published = quantised(decoder.config)
+        self._published = quantised(decoder.config)._replace(head=decoder.head)
         self.weights = weights or self._published.weights or "bf16"
         self.kv = kv or self._published.kv or "bf16"
         self._options = {"routing": "independent", "checks": "hold", **meter_options}

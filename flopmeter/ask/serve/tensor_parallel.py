@@ -197,3 +197,18 @@ def counting_runs(model: Any, blocks: Collection[str]) -> Iterator[Counter[str]]
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def running(model: Any, names: list[str]) -> Iterator[None]:
+    """In this context, `names` has the paths of the modules that are running, the innermost last; those in which an
+    error was raised stay."""
+    hooks: list[Any] = []
+    for path, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_, path=path: names.append(path)))
+        hooks.append(module.register_forward_hook(lambda *_: (names.pop(), None)[1]))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
