@@ -481,6 +481,18 @@ def test_printing_a_large_tensor_reads_the_numbers_that_it_shows():
     assert read == [6 * 6, 6 * 8, 4]
 
 
+def test_what_torch_prints_below_the_dispatcher_is_not_read():
+    """`lerp_` with a weight on the GPU: on meta torch prints its operands, on CUDA it does not, and one kernel runs."""
+    with flopmeter.cuda(A100) as device:
+        average, value, weight = (torch.randn(shape, device="cuda") for shape in ((2000, 3), (2000, 3), ()))
+        average.lerp_(value, weight)
+        torch._foreach_lerp_([average], [value], [weight])
+    step = device.report().step
+    assert step.assumptions == ()
+    assert [kernel.op.call.name for kernel in step.kernels if kernel.cost.blocks_host] == []
+    assert sum("lerp" in kernel.op.call.name for kernel in step.kernels) == 2
+
+
 def test_a_deep_copy_is_known_as_what_was_copied_still_is():
     with flopmeter.cuda(A100):
         ends = torch.tensor([2, 7], device="cuda")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flopmeter.run.named_types import Names
 from flopmeter.torch_names.around import around
-from flopmeter.torch_names.private import PRINT_OPTIONS, at_ends, no_dispatch_modes
+from flopmeter.torch_names.private import PRINT_OPTIONS, at_ends, dispatch_mode_stack, no_dispatch_modes
 
 
 def read_as_printed(tensor: Tensor) -> Tensor:
@@ -29,10 +29,17 @@ def read_as_printed(tensor: Tensor) -> Tensor:
     return whole
 
 
+def _is_metered() -> bool:
+    """Whether a mode answers what is read here. Below them all torch prints tensors too, for an error that nobody sees:
+    `lerp_` on meta tries its overloads one by one, and one that refuses a tensor for its weight tells which."""
+    return any(type(mode).__module__.startswith("flopmeter.") for mode in dispatch_mode_stack())
+
+
 @around
 def printed_as_cuda(cuda: Names, original: Callable[..., str], tensor: Tensor, *, tensor_contents: Any = None) -> str:
     """How a tensor on a GPU prints. Printing reads it, so unknown values print as stand-ins."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or not cuda.holds(tensor) or tensor_contents is not None:
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor_contents is None
+    if not is_plain or not cuda.holds(tensor) or not _is_metered():
         return original(tensor, tensor_contents=tensor_contents)
     text = original(read_as_printed(tensor.detach()))
     device = f", device='{cuda.name}'"
