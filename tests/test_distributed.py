@@ -66,6 +66,12 @@ def test_a_program_may_make_the_mesh_of_the_gpus_that_it_asks_for():
     ]
 
 
+def test_a_mesh_takes_its_arguments_by_their_names():
+    with world(4):
+        mesh = dist.DeviceMesh(device_type="cuda", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("outer", "inner"))
+    assert (mesh.mesh.tolist(), mesh.mesh_dim_names) == ([[0, 1], [2, 3]], ("outer", "inner"))
+
+
 def test_two_meshes_are_equal_where_torch_says_so():
     with world(8, {"dp": 4, "tp": 2}) as mesh:
         same = dist.init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))

@@ -265,6 +265,35 @@ def test_the_gradient_of_an_input_is_a_gradient_and_that_of_an_activation_is_not
     assert max(memory.timeline["gradients"]) == 4000
 
 
+class Factors:
+    """What Shampoo keeps of a matrix: a sum of products of gradients for each of its sides."""
+
+    def __init__(self, owner, parameter):
+        self.owner = owner
+        self.sides = tuple(torch.zeros(size, size, device=parameter.device) for size in parameter.shape)
+
+
+class SumsOfProducts(torch.optim.Optimizer):
+    """Its state lies in objects of a class of its own, which know their optimizer."""
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            factors = self.state[parameter].setdefault("block", {}).setdefault("factors", Factors(self, parameter))
+            for side, factor in enumerate(factors.sides):
+                rows = parameter.grad.transpose(0, side)
+                factor.addmm_(rows, rows.mT)
+
+
+def test_state_that_an_optimizer_keeps_in_objects_is_optimizer_state():
+    with torch.device("meta"):
+        model, x = nn.Linear(300, 200, bias=False), torch.empty(16, 300)
+    optimizer = SumsOfProducts(model.parameters(), {})
+    adam_step(model, optimizer, x)
+    memory = memory_when(adam_step, model, optimizer, x)
+    assert set(memory.timeline["optimizer state"]) == {(300**2 + 200**2) * FLOAT}
+    assert set(memory.timeline["inputs"]) == {16 * 300 * FLOAT}
+
+
 def test_an_optimizer_that_steps_inside_the_backward_pass_is_the_optimizer():
     model, _, x = small_training(torch.optim.SGD, momentum=0.9)
     optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}

@@ -112,6 +112,22 @@ def test_a_data_set_that_cannot_be_made_gives_samples_of_the_stated_shape(tmp_pa
     assert "flopmeter" not in str(Dataset.__init_subclass__)
 
 
+def test_arguments_of_a_data_set_may_have_any_name():
+    class Images(Dataset):
+        def __init__(self, data, original):
+            self.images = torch.load(data / original)
+
+        def __len__(self):
+            return len(self.images)
+
+        def __getitem__(self, index):
+            return self.images[index]
+
+    with flopmeter.cuda(A100, wishes=Wishes(synthetic="3x8x8,:10")):
+        image, _ = Images(data=Path("nowhere"), original="images.pt")[0]
+    assert image.shape == (3, 8, 8)
+
+
 def test_a_data_set_that_asserts_its_files_cannot_be_made_either():
     class Asserts(Dataset):
         def __init__(self):

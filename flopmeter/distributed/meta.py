@@ -168,8 +168,8 @@ _KERNELS_ON_CPU: dict[str, Any] = {"c10d::scatter_": _scatter, "c10d::gather_": 
 
 
 @around
-def _on_meta(make: Any, mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-    make(mesh, "meta" if device_type == "cuda" else device_type, *args, **kwargs)
+def _on_meta(make: Any, self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+    make(self, "meta" if device_type == "cuda" else device_type, *args, **kwargs)
 
 
 @around

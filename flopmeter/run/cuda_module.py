@@ -292,7 +292,7 @@ class CudaModule:
         return {} if mhz is None else {"clock_rate": self._idle("torch.cuda.clock_rate", round(mhz), "MHz")}
 
     @around
-    def _host_alone(self, make: Callable[..., None], profile: Any, *args: Any, **kwargs: Any) -> None:
+    def _host_alone(self, make: Callable[..., None], profile: Any, /, *args: Any, **kwargs: Any) -> None:
         """torch.profiler without the device's activities, about which it would warn at each op."""
         if kwargs.get("use_device") == "cuda" or kwargs.get("use_cuda"):
             self._note("torch.profiler records only the host: no GPU runs")

@@ -144,7 +144,7 @@ class Steps:
             yield
 
     @around
-    def aside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def aside(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The function, whose calls of modules are no steps: it only prepares or traces later calls."""
         self._depth += 1
         try:

@@ -188,7 +188,7 @@ class SyntheticData:
             yield Patch(kind, name, wrap[name](vars(kind)[name]), "a data set that is not there")
 
     @around
-    def _init(self, original: Callable[..., None], data: Any, *args: Any, **kwargs: Any) -> None:
+    def _init(self, original: Callable[..., None], data: Any, /, *args: Any, **kwargs: Any) -> None:
         if not self._is_open or "flopmeter_absent" in vars(data):  # a class calls the method of its base
             return original(data, *args, **kwargs)
         data.flopmeter_absent = False

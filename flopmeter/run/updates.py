@@ -37,7 +37,7 @@ class Optimizers:
         return Patch(Optimizer, "__init__", self._noting_made(Optimizer.__init__), reason)
 
     @around
-    def _noting_made(self, init: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def _noting_made(self, init: Callable[..., None], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> None:
         self.were_made = True
         self._made[optimizer] = caller()
         init(optimizer, *args, **kwargs)

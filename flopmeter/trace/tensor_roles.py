@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from flopmeter.records import StorageRole, Trace
-from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.private import graph_task
 from flopmeter.trace.storages import Storages
 from flopmeter.trace.subclasses import wrapped
@@ -32,7 +34,7 @@ class TensorRoles:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._note_parameter(parameter)
-        for tensor in tensors_in(optimizer.state):
+        for tensor in _held_by(optimizer.state, set()):
             self._note(tensor, "optimizer state")
 
     def _note_parameter(self, parameter: Tensor) -> None:
@@ -43,3 +45,22 @@ class TensorRoles:
     def _note(self, tensor: Tensor, role: StorageRole) -> None:
         for inner in wrapped(tensor):
             self._storages.note(inner, role)
+
+
+def _held_by(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in the state of an optimizer, which may keep them in objects of its own: GaLore's projector, the
+    factors of a Kronecker product. `seen` has the identities of what was looked into."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        parts: Any = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    else:
+        parts = () if isinstance(value, type) else getattr(value, "__dict__", {}).values()
+    for part in parts:
+        yield from _held_by(part, seen)
