@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import copy
 import os
 from datetime import timedelta
 
@@ -65,6 +66,18 @@ def test_a_mesh_says_that_it_is_of_gpus():
         assert sharded.to_local().shape == (2, 4)
     kinds = [kernel.cost.collective.kind for kernel in device.report().step.kernels if kernel.cost.collective]
     assert kinds == ["all_gather"]
+
+
+def test_a_copy_of_a_sharded_tensor_is_sharded():
+    """It has no address on a GPU, as on the CPU, by which torch knows to clone it."""
+    with flopmeter.cuda(A100, gpus=4) as device:
+        mesh = init_device_mesh("cuda", (4,))
+        sharded = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])
+        copied = copy.deepcopy({"kept": sharded})["kept"]
+        assert (sharded.data_ptr(), copied.placements) == (0, (Shard(0),))
+        assert copied.to_local().data_ptr() != sharded.to_local().data_ptr()
+    copies = [kernel for kernel in device.report().step.kernels if kernel.op.call.name == "clone"]
+    assert [kernel.cost.bytes_written for kernel in copies] == [2 * 4 * 4]
 
 
 @pytest.mark.parametrize(("every", "is_told"), [(1, False), (2, True)])

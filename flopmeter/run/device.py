@@ -50,7 +50,7 @@ from flopmeter.torch_names.private import (
     torch_device,
 )
 from flopmeter.trace.shapes_only import MarkedStorages, ShapesOnly
-from flopmeter.trace.subclasses import wrapped
+from flopmeter.trace.subclasses import is_wrapper, wrapped
 
 _TAKES = "takes the device named cuda"
 _APART = 4096  # what an address counts for, so that storages do not seem to overlap
@@ -157,10 +157,11 @@ class NamedCuda:
         return "cuda" if kind == "meta" and not asked_from_below() else kind
 
     def _data_ptr(self, original: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
-        """A number in place of the address, which is 0 on meta: equal where two tensors begin at the same element."""
+        """A number in place of the address, which is 0 on meta: equal where two tensors begin at the same element. A
+        DTensor, which only wraps tensors, has none on a GPU either: by that copy.deepcopy knows what to clone."""
 
         def data_ptr(tensor: Tensor) -> int:
-            if not self.holds(tensor) or asked_from_below():
+            if not self.holds(tensor) or asked_from_below() or is_wrapper(tensor):
                 return original(tensor)
             return address(tensor) * _APART + int(tensor.storage_offset()) * tensor.element_size()
 

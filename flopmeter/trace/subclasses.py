@@ -20,9 +20,14 @@ def is_plain(kind: type) -> bool:
     return kind.__torch_dispatch__ is no_dispatch  # type: ignore[attr-defined]
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether the tensor has no storage of its own: a DTensor or the like."""
+    return not is_plain(type(tensor)) and hasattr(tensor, "__tensor_flatten__")
+
+
 def wrapped(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that a DTensor or the like wraps, which are those with storages. A plain tensor wraps itself."""
-    if is_plain(type(tensor)) or not hasattr(tensor, "__tensor_flatten__"):
+    if not is_wrapper(tensor):
         yield tensor
         return
     for inner in map(tensor.__getattribute__, tensor.__tensor_flatten__()[0]):
