@@ -153,16 +153,18 @@ def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
     device, peak = report.hardware, peak_of(cost, report.hardware, report.switches)
     if _is_converted(cost, peak) and (not timing.is_compute or item_bytes_of(cost.dtype) <= 2):
         return "the layout is NCHW, which matrix units take by way of copies"
+    tiles = sum(map(tile_count, matmuls_of(cost.work)))
+    few_tiles = f"few tiles: {tiles} for {device.sm_count} SMs" if 0 < tiles < device.sm_count else ""
     if not timing.is_compute:
-        return f"bound by memory, {_few_flops(cost, timing, device)}"
+        holds_up = timing.compute_seconds > timing.memory_seconds  # although it has few FLOPs for its bytes
+        return few_tiles if few_tiles and holds_up else f"bound by memory, {_few_flops(cost, timing, device)}"
     if peak.unit != "matrix" and not isinstance(cost.work, ConvolutionWork):
         return f"{cost.dtype} runs on {peak.unit} units"
     if (alignment := alignment_of(cost)) < constants.FULL_ALIGNMENT_BYTES:
         width = odd_width(cost)
         return f"odd width{f' {width}' if width else ''}: rows are aligned to {alignment} bytes, not 16"
-    tiles = sum(map(tile_count, matmuls_of(cost.work)))
-    if tiles and tiles < device.sm_count:
-        return f"few tiles: {tiles} for {device.sm_count} SMs"
+    if few_tiles:
+        return few_tiles
     share = percent_of(2 * cost.macs - cost.masked_flops, timing.seconds * peak.flop_per_s) / 100
     return f"at {percent(share)} % of the peak" + (", as such kernels get" if share > NEAR_PEAK else "")
 
