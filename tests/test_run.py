@@ -509,6 +509,22 @@ def test_control_flow_that_hangs_on_a_stand_in_is_listed():
     assert "(1x)" in note
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("accepts", ["error < 1.0", "error <= 1.0", "not error >= 1.0", "not error > 1.0", "1 > error"])
+def test_an_adaptive_solver_accepts_its_first_step(accepts, is_read):
+    """Its error over its tolerance is unknown, and where it is too large it tries a shorter step."""
+    turns = 0
+    with flopmeter.cuda(A100) as device:
+        x = torch.randn(4, device="cuda")
+        while turns < 10:
+            turns += 1
+            error = x.exp().max()
+            if eval(accepts, {"error": error.item() if is_read else error}):
+                break
+    assert turns == 1
+    assert len(device.report().step.assumptions) == 1
+
+
 def test_strict_values_are_an_error():
     with flopmeter.cuda(A100, wishes=Wishes(strict_values=True)):
         with pytest.raises(flopmeter.DataDependentError, match=r"test_run\.py"):

@@ -1,9 +1,10 @@
 """Stand-ins: what a program gets when it reads an unknown value, if the user said `unknown="stand-in"`.
 
 One for each kind of number. A loss of 1.0 is finite, has a logarithm and divides; a count of 0 and a condition that
-does not hold leave loops and special cases as they are. Where the program raises an error in one of two cases, the
-other one is taken (branches.py), and a float that is compared with a number is 1.0 there too, as if the program had
-read it. Each use is an assumption, noted with the program's line.
+does not hold leave loops and special cases as they are. Compared with exactly 1 a float is less: an error over its
+tolerance, for whose `error < 1` an adaptive solver would wait for ever, as its `error <= 1` lets it go on. Where the
+program raises an error in one of two cases, the other one is taken (branches.py), and a float that is compared with a
+number is 1.0 there too, as if the program had read it. Each use is an assumption, noted with the program's line.
 
 The stand-in belongs to the unknown, not to the question: few integers keep theirs with their storage, and what is
 computed from them alone is computed from their stand-ins too, so that one more than an unknown count is 1.
@@ -39,7 +40,7 @@ def compared(known: Knowledge, call: Invocation) -> Any:
     source, number = call.args[0], call.argument(1, "other")
     is_asked = known.assume.stands_in and source.is_meta and source.is_floating_point()
     if is_asked and isinstance(number, (int, float)) and not known.values.knows(source):
-        known.as_compared[result] = COMPARISONS[call.func](FLOAT, number)
+        known.as_compared[result] = answer_of_stand_in(COMPARISONS[call.func], FLOAT, number)
     return result
 
 
@@ -155,4 +156,12 @@ def _of_condition(compared: bool) -> tuple[str, bool]:
     return assumptions.LOOP_ENDS if is_loop else assumptions.CONDITION_FAILS, CONDITION
 
 
+def answer_of_stand_in(compare: Callable[[Any, Any], Any], stand_in: float, number: Any) -> Any:
+    """What a comparison with a number answers: 1.0 is less than 1, by as little as makes no other difference."""
+    if stand_in == FLOAT == number and compare in _OF_ORDER:
+        return compare in (operator.lt, operator.le)
+    return compare(stand_in, number)
+
+
+_OF_ORDER = (operator.lt, operator.le, operator.gt, operator.ge)
 COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}

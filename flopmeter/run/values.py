@@ -11,6 +11,7 @@ raises an error is taken to raise none.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from torch.optim import LBFGS
 from flopmeter.known_values.assumptions import caller
 from flopmeter.known_values.branches import answer_without_error
 from flopmeter.known_values.entry_points import open_ones
+from flopmeter.known_values.stand_ins import answer_of_stand_in
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.patches import Patch
 from flopmeter.torch_names.around import around
@@ -63,12 +65,16 @@ def _computing(name: str) -> Any:
 
 def _deciding(name: str) -> Any:
     decide = getattr(float, name)
+    compare: Any = getattr(operator, name, bool)
 
     @functools.wraps(decide)
     def deciding(self: float, *others: Any) -> Any:
         StandInFloat.on_decision(caller())
         answer = answer_without_error(sys._getframe(1))
-        return decide(self, *others) if answer is None else answer
+        if answer is not None:
+            return answer
+        is_of_number = isinstance(others[0] if others else None, (int, float)) and type(others[0]) is not StandInFloat
+        return answer_of_stand_in(compare, float(self), others[0]) if is_of_number else decide(self, *others)
 
     return deciding
 

@@ -124,9 +124,7 @@ def _submit(self: ThreadPoolExecutor, function: Callable[..., Any], /, *args: An
 
 
 @around
-def _counted(
-    counters: tuple[OtherThreads, ...], function: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def _counted(counters: tuple[OtherThreads, ...], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     before, _here.counters = _here.counters, counters
     try:
         # A copy knows the same, and keeps apart what it notes of the op that it runs.

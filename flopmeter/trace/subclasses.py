@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -25,7 +26,7 @@ def is_wrapper(tensor: Tensor) -> bool:
     return not is_plain(type(tensor)) and hasattr(tensor, "__tensor_flatten__")
 
 
-def wrapped(tensor: Tensor) -> Iterator[Tensor]:
+def wrapped(tensor: Any) -> Iterator[Tensor]:
     """The tensors that a DTensor or the like wraps, which are those with storages. A plain tensor wraps itself."""
     if not is_wrapper(tensor):
         yield tensor
