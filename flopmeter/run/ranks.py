@@ -130,9 +130,8 @@ class _WrittenOnce(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        if (
-            not self._stream.closed
-        ):  # from Python 3.13 on it is an error at the end, when the stream is gone before this
+        # From Python 3.13 on a stream that ends flushes, and it is an error if the one below is gone.
+        if not self._stream.closed:
             self._stream.flush()
 
     def isatty(self) -> bool:
