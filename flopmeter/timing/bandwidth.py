@@ -196,8 +196,8 @@ def issuing_seconds(instructions: int, hardware: Hardware, share: float = 1.0) -
 
 
 def narrow_unit_seconds(operations: int, lanes_per_sm: int, hardware: Hardware) -> float:
-    """Time of operations on a unit with that many lanes in each SM. A device without SMs (a TPU) is taken to have as
-    many beside those for fp32 as an SM, whose integer units are half of them."""
+    """Time of operations on a unit with that many lanes in each SM; with more lanes for fp32 (a device with twice the
+    FLOP/s, as `compare` tries it) there are as many more of them."""
     if not operations:
         return 0.0
     cycles = operations / (lanes_per_sm * hardware.sm_count)

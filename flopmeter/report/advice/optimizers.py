@@ -29,7 +29,7 @@ def fused_optimizer(report: Report) -> Iterator[Proposal]:
             if fused:
                 *put_before[group[-1]], put_in[group[-1]] = fused
                 dropped |= {index for index in group if trace.ops[index].packet not in _MAKE_STATES}
-    if not put_in or not are_in_torch(put_in.values()):
+    if not put_in or not are_in_torch(chain(put_in.values(), *put_before.values())):
         return
     count = sum(kernel.op.phase == "optimizer" for kernel in report.kernels)
     yield Proposal(
