@@ -186,6 +186,9 @@ def test_a_step_ends_with_the_last_of_the_optimizers_that_step_one_after_another
     report = trained_on((8,) * (4 if steps else 3), torch.optim.AdamW, torch.optim.SGD, steps=steps)
     phases = [op.phase for kernel in report.step.kernels for op in kernel.ops]
     assert list(dict.fromkeys(phases)) == ["forward", "backward", "optimizer"]
+    ops = [op.call.name for kernel in report.step.kernels for op in kernel.ops if op.phase == "optimizer"]
+    assert "_foreach_addcdiv_" in ops[:-1]  # AdamW's last
+    assert ops[-1] == "_foreach_add_"  # SGD's only one
     assert report.parts.count == 3
     assert {part.macs for name, part in report.by_part.items() if name != "setup"} == {5 * 8 * 64 * 64}
 

@@ -61,6 +61,20 @@ def test_heads_of_attention_narrower_than_the_array_take_as_long_as_it_is_wide()
     assert attention(128) == pytest.approx(products + softmax)
 
 
+def test_what_a_causal_mask_hides_is_not_computed():
+    def attention(is_causal):
+        q = meta(1, 8, 1024, 128)
+        return priced(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=is_causal)).compute_seconds
+
+    assert attention(True) == pytest.approx(attention(False) / 2, rel=0.01)
+
+
+def test_a_type_that_the_array_lacks_is_multiplied_beside_it_without_padding():
+    device = TPU.replace(emulated_tflop_per_s={"fp32": None})
+    timing = priced(lambda: torch.empty(200, 100, device="meta") @ torch.empty(100, 300, device="meta"), device)
+    assert timing.compute_seconds == pytest.approx(2 * 200 * 100 * 300 / 1e12)
+
+
 def test_a_depthwise_convolution_runs_beside_the_array():
     x, weight = meta(8, 256, 32, 32), meta(256, 1, 3, 3)
     timing = priced(lambda: F.conv2d(x, weight, padding=1, groups=256))

@@ -76,7 +76,7 @@ def with_usual_step(parts: Parts, ops_and_shapes: Callable[[range], tuple[Hashab
     alike = [(step, shapes) for step, its_ops, shapes in found if its_ops == ops]
     (usual, times), *_ = Counter(shapes for _, shapes in alike).most_common(1)
     (number, steady), _ = next(each for each in reversed(alike) if each[1] == usual)
-    is_most = 2 * times > len(alike) and number > 1
+    is_most = 2 * times > len(alike)  # and so two at least, of which one is not the first
     return replace(parts, steady=steady, steady_number=number) if is_most else parts
 
 
