@@ -75,6 +75,12 @@ def test_a_type_that_the_array_lacks_is_multiplied_beside_it_without_padding():
     assert timing.compute_seconds == pytest.approx(2 * 200 * 100 * 300 / 1e12)
 
 
+def test_products_of_integers_run_on_the_array():
+    left, right = (torch.empty(4096, 4096, dtype=torch.int8, device="meta") for _ in range(2))
+    timing = priced(lambda: torch._int_mm(left, right), TPU.replace(matrix_tflop_per_s={"int8": 200}))
+    assert timing.compute_seconds == pytest.approx(2 * 4096**3 / 200e12)
+
+
 def test_a_depthwise_convolution_runs_beside_the_array():
     x, weight = meta(8, 256, 32, 32), meta(256, 1, 3, 3)
     timing = priced(lambda: F.conv2d(x, weight, padding=1, groups=256))

@@ -68,14 +68,11 @@ def _padded(shape: Matmul, side: int) -> Matmul:
 
 
 def _product_seconds(cost: Cost, hardware: Hardware, switches: Switches, side: int) -> float:
-    """On the array, or on the vector units where that is faster, as of a depthwise convolution."""
+    """On the array, or at the vector units' rate for fp32 where that is faster, as of a depthwise convolution."""
     if not isinstance(cost.work, MatrixWork) or not cost.macs:
         return 0.0
-    dtype = switches.matmul_dtype(cost)
-    peak = hardware.contraction_peak(dtype)
-    rate = peak.sustained_flop_per_s
-    if peak.unit != "vector":
-        rate = max(rate * filled_share(cost.work, side), hardware.vector_peak(dtype).sustained_flop_per_s)
+    on_array = hardware.contraction_peak(switches.matmul_dtype(cost)).sustained_flop_per_s
+    rate = max(on_array * filled_share(cost.work, side), hardware.vector_peak("fp32").sustained_flop_per_s)
     return (2 * cost.macs - cost.masked_flops) / rate
 
 
