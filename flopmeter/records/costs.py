@@ -123,8 +123,7 @@ class Cost:
         """Those of `recomputed_flops` that a mask hides: it hides the same share of each matmul."""
         if not isinstance(self.work, AttentionWork) or not self.masked_flops:
             return 0
-        pairs = self.work.shape.heads * sum(count * queries * keys for count, queries, keys in self.work.shape.sizes)
-        unmasked = 2 * self.macs + self.work.score_flops * pairs
+        unmasked = 2 * self.macs + self.work.score_flops * self.work.shape.scores
         return self.recomputed_flops * self.masked_flops // unmasked
 
     @property

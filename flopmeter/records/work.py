@@ -108,6 +108,11 @@ class AttentionShape(NamedTuple):
         return sum(count * queries for count, queries, _ in self.sizes)
 
     @property
+    def scores(self) -> int:
+        """Pairs of a query and a key, of all sequences and heads, masked or not."""
+        return self.heads * sum(count * queries * keys for count, queries, keys in self.sizes)
+
+    @property
     def all_keys(self) -> int:
         """Keys of all sequences."""
         return sum(count * keys for count, _, keys in self.sizes)

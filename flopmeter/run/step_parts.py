@@ -71,8 +71,8 @@ def with_usual_step(parts: Parts, ops_and_shapes: Callable[[range], tuple[Hashab
     steps with the ops of the last one count. Where most differ it stays, and so it does where each step evaluates."""
     if parts.first is None or parts.steady is None or parts.evaluation is not None:
         return parts
-    ops, _ = ops_and_shapes(parts.steady)
     found = [(step, *ops_and_shapes(step[1])) for step in ((1, parts.first), *parts.later)]
+    _, ops, _ = found[-1]  # of the steady step
     alike = [(step, shapes) for step, its_ops, shapes in found if its_ops == ops]
     (usual, times), *_ = Counter(shapes for _, shapes in alike).most_common(1)
     (number, steady), _ = next(each for each in reversed(alike) if each[1] == usual)

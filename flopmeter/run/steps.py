@@ -3,11 +3,11 @@
 A training step ends when an optimizer has stepped. With several optimizers the one that stepped first counts, so that
 each of them steps once in a step; others that step after it with no backward pass between end the same step. Everything
 from one end to the next belongs to the step: data, forward, backward, and what the program does with the loss.
-Everything before the first forward pass that records gradients is setup. In a
-program that updates its weights without torch's optimizers a step is the time from one call of the outermost module
-that it trains to the next; where it trains tensors of no module, from one backward() to the next. In inference it is a
-call of the outermost module, or of the compiled function outside of modules, that the program calls most often, or a
-replay of its CUDA graph, or of several in turn.
+Everything before the first forward pass that records gradients is setup. In a program that updates its weights without
+torch's optimizers a step is the time from one call of the outermost module that it trains to the next; where it trains
+tensors of no module, from one backward() to the next. In inference it is a call of the outermost module, or of the
+compiled function outside of modules, that the program calls most often, or a replay of its CUDA graph, or of several in
+turn.
 
 A program that was told to stop after some number of steps and only infers stops too: after that many calls, and after
 CALLS_WATCHED at least, so that what it calls now and then belongs to its rounds. While it may still train (it has made

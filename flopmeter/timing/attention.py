@@ -18,7 +18,7 @@ from flopmeter.records import AttentionBackend, AttentionShape, AttentionWork, C
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import attention_kernels, constants
 from flopmeter.timing.attention_kernels import AttentionKernel
-from flopmeter.timing.bandwidth import access_seconds, cache_bytes_per_s, cycles_to_seconds
+from flopmeter.timing.bandwidth import access_seconds, cache_bytes_per_s, sm_seconds
 from flopmeter.timing.gemm_kernels import legacy_mma_share
 from flopmeter.timing.matmul import Busy, fastest, overlap
 from flopmeter.torch_names.dispatcher import running_version
@@ -77,7 +77,7 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
         of_tile += _page_seconds(launch, hardware)
     compute = _grid_seconds(launch, of_tile, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
-    cold_start = _sm_seconds(launch.kernel.block_cycles, hardware)  # the first blocks have to fetch their instructions
+    cold_start = sm_seconds(launch.kernel.block_cycles, hardware)  # the first blocks have to fetch their instructions
     work = overlap(compute, memory, launch.kernel.overlap_exponent) + cold_start
     elements = shape.heads * shape.all_queries
     extra = 0.0
@@ -318,10 +318,10 @@ def score_seconds(
     cycles += masked_share * attention_kernels.MASKED_SCORE_CYCLES
     cycles += work.adds_bias * kernel.bias_cycles + work.drops * kernel.dropout_cycles
     issue = pipe * issue_ratio(dtype, hardware) * attention_kernels.ATTENTION_PIPE_SHARE
-    multiplying, softmax = padded * sms / issue, _sm_seconds(cycles, hardware) + _function_seconds(work, hardware)
+    multiplying, softmax = padded * sms / issue, sm_seconds(cycles, hardware) + _function_seconds(work, hardware)
     if kernel.flop_per_cycle:
         softmax *= filled_share
-        most = kernel.flop_per_cycle[shape.is_backward] / _sm_seconds(1.0, hardware)
+        most = kernel.flop_per_cycle[shape.is_backward] / sm_seconds(1.0, hardware)
         multiplying = padded / min(pipe * attention_kernels.ATTENTION_PIPE_SHARE / sms, most)
     in_turns = multiplying + softmax
     if kernel.hides_softmax:
@@ -338,13 +338,6 @@ def _function_seconds(work: AttentionWork, hardware: Hardware) -> float:
     compiler fuses no multiply-adds."""
     operations = work.score_flops + (constants.SCORE_FUNCTION_OPERATIONS - 1) * work.score_functions
     return 2 * operations * hardware.sm_count / hardware.vector_peak("fp32").flop_per_s
-
-
-def _sm_seconds(cycles: float, hardware: Hardware) -> float:
-    """Clock cycles of an SM; one with more lanes for fp32 than those on which they were counted (a device with twice
-    the FLOP/s, as `compare` tries it) takes as many fewer."""
-    lanes_per_s = hardware.vector_peak("fp32").flop_per_s / 2 / hardware.sm_count
-    return min(cycles_to_seconds(cycles, hardware), cycles * constants.LANES_OF_SM / lanes_per_s)
 
 
 def issue_ratio(dtype: str, hardware: Hardware) -> float:
@@ -387,7 +380,7 @@ def _group_copies(shape: AttentionShape, nbytes: int, hardware: Hardware) -> flo
     plain = _copy_seconds(nbytes, hardware)
     if shape.sequences == 1 or shape.key_heads == 1:
         return plain
-    return 2 * (plain + _sm_seconds(attention_kernels.PERMUTED_COPY_CYCLES, hardware))
+    return 2 * (plain + sm_seconds(attention_kernels.PERMUTED_COPY_CYCLES, hardware))
 
 
 def _copy_seconds(nbytes: int, hardware: Hardware) -> float:
@@ -402,7 +395,7 @@ def _page_seconds(launch: _Launch, hardware: Hardware) -> float:
     go in order, so a block does nothing else meanwhile, but another one on the SM does."""
     blocks = launch.heads * launch.grid.blocks * launch.slices / hardware.sm_count
     at_a_time = min(launch.resident, max(1.0, blocks))
-    return _sm_seconds(attention_kernels.PAGE_LOOKUPS * constants.CACHE_LATENCY_CYCLES / at_a_time, hardware)
+    return sm_seconds(attention_kernels.PAGE_LOOKUPS * constants.CACHE_LATENCY_CYCLES / at_a_time, hardware)
 
 
 def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> float:
@@ -413,7 +406,7 @@ def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> f
     """
     kernel, grid, sms = launch.kernel, launch.grid, hardware.sm_count
     blocks, tiles = launch.heads * grid.blocks * launch.slices, launch.heads * grid.tiles
-    waits = blocks * _sm_seconds(kernel.block_cycles, hardware) / launch.resident
+    waits = blocks * sm_seconds(kernel.block_cycles, hardware) / launch.resident
     busy = (tiles * tile_seconds + waits) / sms
     longest = ceil(grid.longest / launch.slices) * tile_seconds
     if grid.tiles == grid.blocks * grid.longest:

@@ -164,6 +164,13 @@ def cycles_to_seconds(cycles: float, hardware: Hardware) -> float:
     return cycles / clock_hz(hardware)
 
 
+def sm_seconds(cycles: float, hardware: Hardware) -> float:
+    """Clock cycles of an SM; one with more lanes for fp32 than those on which they were counted (a device with twice
+    the FLOP/s, as `compare` tries it) takes as many fewer."""
+    lanes_per_s = hardware.vector_peak("fp32").flop_per_s / 2 / hardware.sm_count
+    return min(cycles_to_seconds(cycles, hardware), cycles * constants.LANES_OF_SM / lanes_per_s)
+
+
 def miss_share(reread: Reread, hardware: Hardware) -> float:
     """The share of second reads that miss the L2 cache: it grows with the part that the rows in flight fill."""
     cache = hardware.l2_cache_bytes
@@ -196,10 +203,5 @@ def issuing_seconds(instructions: int, hardware: Hardware, share: float = 1.0) -
 
 
 def narrow_unit_seconds(operations: int, lanes_per_sm: int, hardware: Hardware) -> float:
-    """Time of operations on a unit with that many lanes in each SM; with more lanes for fp32 (a device with twice the
-    FLOP/s, as `compare` tries it) there are as many more of them."""
-    if not operations:
-        return 0.0
-    cycles = operations / (lanes_per_sm * hardware.sm_count)
-    per_lane = constants.LANES_OF_SM * operations / lanes_per_sm  # if one lane for fp32 did all
-    return min(cycles_to_seconds(cycles, hardware), per_lane / (hardware.vector_peak("fp32").flop_per_s / 2))
+    """Time of operations on a unit with that many lanes in each SM."""
+    return sm_seconds(operations / (lanes_per_sm * hardware.sm_count), hardware) if operations else 0.0

@@ -12,6 +12,7 @@ from flopmeter.records import ConvolutionWork, Cost, Switches
 from flopmeter.timing import constants
 from flopmeter.timing.kernels import Price
 from flopmeter.timing.matmul import Busy, overlap
+from flopmeter.timing.vector_work import vector_seconds
 
 # Vector operations of one exp, log, tanh or erf: range reduction, a polynomial of degree 5 to 7, scaling, and the
 # special cases, counted in SLEEF's single-precision functions (github.com/shibatch/sleef, src/libm/sleefsimdsp.c).
@@ -34,9 +35,7 @@ def price(cost: Cost, hardware: Hardware, switches: Switches) -> Price:
     compute = 0.0
     if matmul_flops:
         compute += matmul_flops / hardware.contraction_peak(switches.matmul_dtype(cost)).sustained_flop_per_s
-    if others:
-        share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
-        compute += others / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share)
+    compute += vector_seconds(others, cost, hardware)
     memory = memory_seconds(cost, hardware)
     exponent = PACKING_OVERLAP if cost.macs else constants.VECTOR_OVERLAP
     return Price(Busy(compute, memory, overlap(compute, memory, exponent)), f"{cost.op_class}, CPU")

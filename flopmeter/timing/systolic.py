@@ -24,6 +24,7 @@ from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import link_seconds
 from flopmeter.timing.kernels import Price, has_few_flops
 from flopmeter.timing.matmul import Busy, overlap
+from flopmeter.timing.vector_work import vector_seconds
 
 # Of one score: its scale, the row's maximum, the difference to it, exp, and the row's sum. (Backward: scale, difference
 # and exp, and the difference and product that give the score's gradient.)
@@ -35,7 +36,9 @@ def price(cost: Cost, hardware: Hardware, switches: Switches, side: int) -> Pric
 
     Raises HardwareError if the device lacks its dtype.
     """
-    arithmetic = _product_seconds(cost, hardware, switches, side) + _vector_seconds(cost, hardware)
+    # All that is no product, a function such as exp as one operation: there is a unit for these.
+    others = cost.flops - 2 * cost.macs + SOFTMAX_OPERATIONS * _scores(cost)
+    arithmetic = _product_seconds(cost, hardware, switches, side) + vector_seconds(others, cost, hardware)
     if isinstance(cost.work, HostCopy):
         memory = link_seconds(cost.work, hardware)
     else:
@@ -76,19 +79,8 @@ def _product_seconds(cost: Cost, hardware: Hardware, switches: Switches, side: i
     return (2 * cost.macs - cost.masked_flops) / rate
 
 
-def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
-    """All that is no product, a function such as exp as one operation: there is a unit for these."""
-    flops = cost.flops - 2 * cost.macs + SOFTMAX_OPERATIONS * _scores(cost)
-    if not flops:
-        return 0.0
-    share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
-    return flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share)
-
-
 def _scores(cost: Cost) -> float:
     """Scores of fused attention that no mask hides."""
     if not isinstance(cost.work, AttentionWork):
         return 0.0
-    shape = cost.work.shape
-    squares = shape.heads * sum(count * queries * keys for count, queries, keys in shape.sizes)
-    return squares * (1.0 - cost.masked_flops / (2 * cost.macs))
+    return cost.work.shape.scores * (1.0 - cost.masked_flops / (2 * cost.macs))

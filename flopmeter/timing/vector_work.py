@@ -40,12 +40,18 @@ def arithmetic_seconds(cost: Cost, hardware: Hardware) -> float:
             started = issuing_seconds(cost.work.instructions, hardware, filled)
         if not started:
             flops += (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
-    share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
-    peak = hardware.vector_peak(cost.dtype).sustained_flop_per_s if flops else 1.0
-    arithmetic = max(started, flops / (peak * share))
+    arithmetic = max(started, vector_seconds(flops, cost, hardware))
     is_slow = hardware.vendor == "nvidia"
     lanes = constants.CONVERSIONS_PER_CYCLE if is_slow else constants.AMD_LANES_PER_COMPUTE_UNIT
     return overlap(arithmetic, narrow_unit_seconds(cost.conversions, lanes, hardware), constants.VECTOR_OVERLAP)
+
+
+def vector_seconds(flops: float, cost: Cost, hardware: Hardware) -> float:
+    """Seconds of so many FLOPs of a kernel on the vector units."""
+    if not flops:
+        return 0.0
+    share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
+    return flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share)
 
 
 def price_vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes: float) -> Busy:

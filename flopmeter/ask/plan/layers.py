@@ -129,15 +129,18 @@ def try_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool =
     that transformers never tried end in all kinds of errors."""
     try:
         return meter_layers(subject, where, shape, async_tp=async_tp)
-    except (PlanError, TargetError, HardwareError, DataDependentError, UncountedError):
+    except (PlanError, *_TELLING):
         raise
-    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except _ERRORS_OF_MODELS as error:
         if shape.runs_as_written:
             how = _CASTS_PARAMETERS if _runs_in_fp32(subject, where) else ""
             raise PlanError(f"{subject.name} does not run{how}: {in_words(error)}") from error
         return in_words(error)
 
 
+# What says to the user what to do; and what a model that does not run may end with.
+_TELLING = (TargetError, HardwareError, DataDependentError, UncountedError)
+_ERRORS_OF_MODELS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _CASTS_PARAMETERS = " with parameters in bf16 and the rest in fp32, as mixed precision of torch's FSDP2 runs it"
 
 
@@ -159,9 +162,9 @@ def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool
         return _costs_of(subject, where, shape, every, async_tp)
     try:
         return _costs_of(subject, where, shape, few, async_tp)
-    except (TargetError, HardwareError, DataDependentError, UncountedError):
+    except _TELLING:
         raise
-    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+    except _ERRORS_OF_MODELS:
         return _costs_of(subject, where, shape, every, async_tp)
 
 
