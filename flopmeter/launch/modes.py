@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Literal
 
+from flopmeter.launch.checkpoints import hooked_checkpoints
 from flopmeter.launch.fusion import (
     CompiledRegion,
     fuse,
@@ -140,7 +141,11 @@ def _nodes(kernels: list[Kernel], trace: Trace) -> Nodes:
     if not recorded:
         return Nodes()
     phases = Counter(kernel.op.phase for kernel in kernels)
-    return Nodes(recorded / max(1, phases["forward"]), recorded / max(1, phases["backward"]))
+    checkpoints, saved = hooked_checkpoints(trace)
+    again = max(1, phases["recompute"])
+    return Nodes(
+        recorded / max(1, phases["forward"]), recorded / max(1, phases["backward"]), checkpoints / again, saved / again
+    )
 
 
 def _launched(made: list[Kernel], graphs: list[int | None], mode: LaunchMode, trace: Trace) -> Launches:

@@ -57,10 +57,13 @@ class LaunchMode(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """How many nodes of autograd there are for each kernel of a forward pass, and for each of a backward pass."""
+    """How many nodes of autograd there are for each kernel of a forward pass, and for each of a backward pass; how many
+    checkpoints with hooks run again, and tensors that these save, for each kernel that runs again."""
 
     of_forward: float = 0.0
     of_backward: float = 0.0
+    checkpoints: float = 0.0
+    saved: float = 0.0
 
 
 class Launches(NamedTuple):

@@ -36,6 +36,7 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
     steps = []
     recorded = launches.nodes.of_forward * host.record_seconds
     nodes = launches.nodes.of_backward * host.node_seconds
+    hooks = host.checkpoint_seconds(launches.nodes.checkpoints, launches.nodes.saved)
     running: int | None = None
     called: int | None = None  # of the compiler's graphs, several of which may be priced as one
     hooked: Op | None = None  # an op may have several kernels
@@ -53,6 +54,8 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
                 step += recorded
             elif op.phase == "backward":
                 step += nodes
+            elif op.phase == "recompute":
+                step += hooks
         else:
             mode = launches.mode_of(graph)
             is_replayed = mode.replays_graph

@@ -6,13 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from flopmeter.costs.data_movement.communication import message_peers
+from flopmeter.launch.checkpoints import detached_for
 from flopmeter.records import Storage, Trace
 from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.spots import timed
 from flopmeter.report.quantities import with_prefix
 from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import usable_bytes_if_known
-from flopmeter.torch_names.operators import aten
 
 
 @remedy
@@ -21,12 +21,6 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
     and each that it gives back, which costs the host time."""
     trace = trace_of(report)
     again = _of_checkpoints(trace)
-    handed_over = {number for index in again for number in trace.ops[index].storages}
-    detached = {
-        index
-        for index, op in enumerate(trace.ops)
-        if op.phase == "backward" and op.packet is aten.detach and op.storages[0] in handed_over
-    }
     usable = usable_bytes_if_known(report.hardware)
     ops = {id(trace.ops[index]) for index in again}
     recomputes = [kernel for kernel, _ in timed(report) if id(kernel.op) in ops]
@@ -44,7 +38,7 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
     yield with_other_ops(
         report, f"the forward pass runs again, and memory has room: {room}",
         "no checkpointing",
-        again | detached, about=again,
+        again.union(detached_for(trace, again)), about=again,
     )  # fmt: skip
 
 
