@@ -43,7 +43,13 @@ PROFILES = {"A100": "a100-sxm4-80gb", "V100": "v100-sxm2-16gb", "T4": "t4", "MI2
 # Watts, where a line's GPU does not say them. optimum-benchmark's machine, hf-dgx-01, is taken to be a DGX Station
 # A100, whose four SXM4 modules are limited to 275 W (nvidia-smi): Hugging Face's scripts of the time skip a 'NVIDIA DGX
 # Display', which only that machine has.
-LIMITS_W = {"HF optimum-benchmark": 275}
+LIMITS_W = {"HF optimum-benchmark": 275.0}
+# As many times the limit is what a device feels that multiplies no numbers but one: an A100 reaches 295 TFLOP/s on
+# zeros and 257 on random data, and rates go with the root of the watts (docs/limits.md). So it is where all weights
+# are trained in pure fp16, in which AdamW's epsilon of 1e-8 is zero: from the second step on all weights and
+# activations are NaN (seen with a small Llama on a CPU). LoRA's activations are NaN too, but its frozen weights are
+# not.
+LIMIT_WITHOUT_NUMBERS = (295 / 257) ** 2
 # Of transformers' docs: T4, V100 and A100 in a cloud, whose virtual Xeons are slower than a DGX's CPU; torch 2.0.1.
 CLOUD_WITH_TORCH_2_0 = Host(relative_time=1.4, triton_launch_seconds=14e-6, source="a cloud's Xeon, torch 2.0")
 QUANTISED: dict[str, type[Int8Linear | Int4Linear]] = {"int8": Int8Linear, "int4": Int4Linear}  # gpt-fast's layers
@@ -134,7 +140,9 @@ def _device(line: Line) -> Hardware:
     """The GPU of the line, under the power limit that it ran with."""
     device = load_hardware(next(name for start, name in PROFILES.items() if line["gpu"].startswith(start)))
     said = re.search(r"\((\d+)W", line["gpu"])
-    limit_w = int(said[1]) if said else LIMITS_W.get(line["source"])
+    limit_w = float(said[1]) if said else LIMITS_W.get(line["source"])
+    if limit_w and "full fine-tune" in line["workload"]:
+        limit_w *= LIMIT_WITHOUT_NUMBERS
     return replace(device, power_limit_w=limit_w) if limit_w else device
 
 
