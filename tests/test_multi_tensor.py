@@ -66,6 +66,24 @@ def test_a_launch_that_adds_lists_takes_about_as_long_as_in_profiles(chunks, dty
     assert report.kernel_seconds * 1e6 == pytest.approx(microseconds, rel=0.12)
 
 
+def test_adamw_of_bert_large_takes_about_as_long_as_in_its_profile(torch_2_11):
+    """335 million parameters in fp32: 9.81 ms in 136 launches, .81 of the bandwidth."""
+    lists = [of_chunks(5114, fp32) for _ in range(4)]
+    weights, gradients, means, squares = lists
+
+    def step():
+        torch._foreach_mul_(weights, 0.999)
+        torch._foreach_lerp_(means, gradients, 0.1)
+        torch._foreach_mul_(squares, 0.999)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1e-3)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, [0.9])
+        torch._foreach_add_(roots, 1e-8)
+        torch._foreach_addcdiv_(weights, means, roots, [-1e-4])
+
+    assert metered(step).kernel_seconds * 1e3 == pytest.approx(9.81, rel=0.04)
+
+
 def gpt2_sizes():
     """Elements of each parameter of GPT-2 124M in turn, the vocabulary padded to 50,304."""
     width = 768
@@ -119,4 +137,4 @@ def test_fused_adamw_gains_less_from_bandwidth_than_its_bytes_would():
     """An H200 reads 1.43 times as fast as an H100 and has as many SMs at the same clock."""
     lists = [of_chunks(2240, bf16) for _ in range(4)]
     slow, fast = (adamw(lists, hardware).kernel_seconds for hardware in (H100, H200))
-    assert 1.05 < slow / fast < 1.3
+    assert 1.05 < slow / fast < 1.35

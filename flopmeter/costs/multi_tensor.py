@@ -52,7 +52,8 @@ def in_launches(cost: Cost, sizes: Iterable[int], lists: int, *, functions: int 
         launches=launches,
         in_turns=True,
     )
-    return replace(cost, work=cost.work._replace(grid=grid, kernels=launches, instructions=instructions))
+    work = cost.work._replace(grid=grid, kernels=launches, instructions=instructions)
+    return replace(cost, work=work, access="chunks")
 
 
 @functools.lru_cache(maxsize=64)

@@ -42,7 +42,7 @@ OP_CLASSES = (
 # The access pattern of a kernel, if it is not that of its op class.
 Access = Literal[
     "stream", "strided", "window", "gather", "rows", "scatter", "sort", "scan", "reduce", "normalize", "channels",
-    "statistics", "fused",
+    "statistics", "chunks", "fused",
 ]  # fmt: skip
 
 

@@ -33,7 +33,7 @@ _ACCESS_OF_CLASS: dict[str, Access] = {
     INDEXING: "gather",
     SORTING: "sort",
 }
-_BY_VECTOR_LOADS: tuple[Access, ...] = ("stream", "normalize")
+_BY_VECTOR_LOADS: tuple[Access, ...] = ("stream", "normalize", "chunks")
 _NARROW = {name for name, dtype in DTYPES.items() if dtype.units and dtype.item_bytes <= 2}
 
 
