@@ -200,11 +200,12 @@ def _result(case: Case, device: DeviceType, watch: CpuWatch | CudaWatch) -> Case
 
 
 def _measured(case: Case, device: DeviceType, watch: CpuWatch | CudaWatch) -> CaseResult:
+    held = torch.cuda.memory_allocated() if device == "cuda" else 0  # workspaces of libraries, which cases before made
     runs, weight_bytes = copies_of(case, device, lambda nbytes: _copies(nbytes, last_cache_bytes(device)))
     is_program = case.kind in PROGRAMS
     with torch.set_grad_enabled(is_program):
         reading = watch.program(runs[0]) if is_program else watch.kernel(runs, case.clocks)
-        peak = _peak_memory(runs[0]) if is_program and device == "cuda" else None
+        peak = _peak_memory(runs[0]) - held if is_program and device == "cuda" else None
         result = CaseResult(case, "", reading, len(runs), weight_bytes, peak_memory_bytes=peak)
         try:
             seconds, kernels = profiled(runs[0], device)
