@@ -8,7 +8,7 @@ from typing import NamedTuple
 from flopmeter.costs.contractions.rnn import launched_steps
 from flopmeter.costs.data_movement.communication import is_functional
 from flopmeter.device.hardware import Hardware, Host
-from flopmeter.records import CONTRACTION, Cost, Launches, Op
+from flopmeter.records import CONTRACTION, Cost, Launches, Nodes, Op, Phase
 from flopmeter.records.work import RecurrentWork, VectorWork
 
 CAST = "_to_copy"
@@ -34,9 +34,7 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
     before it, which come before the call of a compiled graph, too. A graph costs one call; if it is not replayed, each
     of its kernels costs a launch."""
     steps = []
-    recorded = launches.nodes.of_forward * host.record_seconds
-    nodes = launches.nodes.of_backward * host.node_seconds
-    hooks = host.checkpoint_seconds(launches.nodes.checkpoints, launches.nodes.saved)
+    of_autograd = _autograd_seconds(launches.nodes, host)
     running: int | None = None
     called: int | None = None  # of the compiler's graphs, several of which may be priced as one
     hooked: Op | None = None  # an op may have several kernels
@@ -47,15 +45,9 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
             outside += kernel.dtensor_ops * host.dtensor_op_seconds
         called = op.graph
         if graph is None:
-            step = op_seconds(cost, host)
+            step = op_seconds(cost, host) + of_autograd[op.phase]
             if cost.collective is not None and is_functional(op):
                 step += host.functional_collective_seconds
-            if op.phase == "forward":
-                step += recorded
-            elif op.phase == "backward":
-                step += nodes
-            elif op.phase == "recompute":
-                step += hooks
         else:
             mode = launches.mode_of(graph)
             is_replayed = mode.replays_graph
@@ -68,6 +60,16 @@ def host_steps(launches: Launches, hardware: Hardware, host: Host) -> list[HostS
         running, hooked = graph, op
         steps.append(HostStep(step + outside, 0.0 if is_replayed else further_seconds(cost, hardware, host)))
     return steps
+
+
+def _autograd_seconds(nodes: Nodes, host: Host) -> dict[Phase, float]:
+    """What autograd takes beside each eager kernel of a phase."""
+    return {
+        "forward": nodes.of_forward * host.record_seconds,
+        "backward": nodes.of_backward * host.node_seconds,
+        "recompute": host.checkpoint_seconds(nodes.checkpoints, nodes.saved),
+        "optimizer": 0.0,
+    }
 
 
 def _hook_seconds(op: Op, host: Host) -> float:
