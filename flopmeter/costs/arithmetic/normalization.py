@@ -350,7 +350,7 @@ def _element_by_element(call: Call, x: TensorSpec) -> tuple[Reread, Reread]:
     rounds, rows = ceil(columns / PLAIN_THREADS), x.numel // columns
     operations = ELEMENT_OPERATIONS * rounds
     applied = Reread(0, rows, columns * x.dtype.itemsize, PLAIN_THREADS, operations, rounds)
-    return _moments(x, rows), applied
+    return _moments(x, rows, least_threads=BLOCK_THREADS), applied
 
 
 def _forward_rows(call: Call, x: TensorSpec, kernel: _RowKernel) -> tuple[Reread, ...]:
@@ -376,9 +376,9 @@ def _over_rows(call: Call, x: TensorSpec, loads: int) -> tuple[Reread, ...]:
     return (Reread(nbytes, blocks, nbytes // blocks, threads, operations, rounds, is_kernel=True),)
 
 
-def _moments(x: TensorSpec, rows: int) -> Reread:
+def _moments(x: TensorSpec, rows: int, least_threads: int = WARP_THREADS) -> Reread:
     """The kernel that takes mean and deviation of each row, element by element (RowwiseMomentsCUDAKernel)."""
-    block = _block_of_row(x, rows, STATISTICS_OPERATIONS, OPERATIONS_TO_COMBINE)
+    block = _block_of_row(x, rows, STATISTICS_OPERATIONS, OPERATIONS_TO_COMBINE, least_threads)
     return _as_kernel(block)._replace(nbytes=x.nbytes)
 
 
@@ -387,10 +387,12 @@ def _sums(x: TensorSpec, rows: int) -> Reread:
     return _block_of_row(x, rows, 2 * ELEMENT_OPERATIONS, OPERATIONS_TO_ADD)
 
 
-def _block_of_row(x: TensorSpec, rows: int, operations: int, combining: int) -> Reread:
-    """A block for each row, or a warp for a short one, with that many operations on each element."""
+def _block_of_row(
+    x: TensorSpec, rows: int, operations: int, combining: int, least_threads: int = WARP_THREADS
+) -> Reread:
+    """A block for each row, of as few threads as that for a short one, with that many operations on each element."""
     columns = ceil(x.numel / max(1, rows))
-    threads = WARP_THREADS if columns < BLOCK_THREADS else BLOCK_THREADS
+    threads = least_threads if columns < BLOCK_THREADS else BLOCK_THREADS
     rounds, row_bytes = ceil(columns / threads), columns * x.dtype.itemsize
     return Reread(0, rows, row_bytes, threads, combining + operations * rounds, rounds, max(threads, AMD_WARP_THREADS))
 
