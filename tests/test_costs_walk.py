@@ -264,9 +264,12 @@ def test_the_gradients_of_weights_go_over_all_rows_once_more(mask, flops, again)
 
 
 OVER_ROWS = {  # shape: (blocks, threads, loops of a thread)
-    (20, 64): (2, 32, 3),  # blocks of one warp, that takes 8 rows at a time
-    (100, 64): (2, 32 * 8, 2),
-    (200, 65): (3, 32 * 16, 2),
+    (20, 64): (2, 32, 2),  # blocks of one warp, that takes 8 rows at a time, and 16 where it does not end with 8
+    (100, 64): (2, 32 * 8, 1),
+    (200, 65): (3, 32 * 16, 1),
+    (256, 65): (3, 1024, 1),
+    (768, 64): (2, 1024, 3),
+    (800, 64): (2, 1024, 2),
     (4096, 4096): (128, 1024, 16),  # 32 x 8 rows at a time
     (64 * 1024, 320): (10, 1024, 256),
     (10**6, 32): (10**6 // 32, 32, 4),  # split: a block has 32 rows

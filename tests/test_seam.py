@@ -84,6 +84,7 @@ def odds_and_ends() -> None:
     nn.BatchNorm2d(4, device="meta").eval()(images.to(memory_format=torch.channels_last))
     meta(64, 8192).softmax(-1)
     F.layer_norm(meta(8, 64), [64])
+    nn.LayerNorm(64, device="meta")(meta(512, 64)).sum().backward()
     F.rms_norm(meta(8, 64), [64])
     meta(16, 8).index_add_(0, on_meta(torch.arange(4)), meta(4, 8))
     meta(64, 32)[on_meta(torch.arange(20))]

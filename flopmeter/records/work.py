@@ -147,6 +147,7 @@ class Reread(NamedTuple):
     element_operations: int = 0  # of each thread on its elements, of every kind: loads, addresses, functions, casts
     block: BlockTime | None = None  # if it is known; `element_operations` are then of NVIDIA's, `operations` of others'
     registers: Registers = ()
+    in_turns: bool = False  # all threads of a block load, wait for what they loaded, and compute, and begin anew
 
 
 # --- kernels that multiply matrices. `macs` are multiply-adds; one of complex numbers counts as four. ---------------

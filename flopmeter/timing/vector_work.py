@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from math import ceil
 
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import ELEMENTWISE, BlockTime, Cost, HostCopy, Reread, VectorWork
@@ -98,13 +99,26 @@ def _sms_of_threads(cost: Cost, work: VectorWork, hardware: Hardware) -> float:
 def _further_kernel(rows: Reread, cost: Cost, hardware: Hardware) -> Busy:
     """The time, start included, of a kernel that an op launches next to the one that reads and writes everything."""
     work, missed = VectorWork((rows,)), miss_share(rows, hardware)
-    combining = _row_seconds(work, hardware) * _idle_stretch(work, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware)
     traffic = rows.nbytes * (missed / bandwidth + (1 - missed) / cache_bytes_per_s(hardware))
+    if rows.in_turns:
+        computing = _computing_seconds(rows, hardware)
+        waves = ceil(rows.rows / rows_in_flight(rows, hardware))
+        waiting = waves * rows.accesses * access_seconds(1 - missed, hardware)
+        seconds = hardware.kernel_floor_seconds + waiting + computing + traffic
+        return Busy(0.0, computing + traffic, seconds, sms=_sms_of_threads(cost, work, hardware))
+    combining = _row_seconds(work, hardware) * _idle_stretch(work, hardware)
     first, others = _latencies(work, hardware, 1 - missed)
     together = overlap(combining, traffic, constants.VECTOR_OVERLAP)
     seconds = hardware.kernel_floor_seconds + first + overlap(together, others, constants.VECTOR_OVERLAP)
     return Busy(0.0, max(combining, traffic), seconds, sms=_sms_of_threads(cost, work, hardware))
+
+
+def _computing_seconds(rows: Reread, hardware: Hardware) -> float:
+    """The time in which the SM with most blocks starts the instructions of their threads."""
+    blocks = ceil(rows.rows / hardware.sm_count)
+    cycles = blocks * threads_of(rows, hardware) * rows.element_operations / issued_lanes(hardware)
+    return cycles_to_seconds(cycles, hardware)
 
 
 def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tuple[float, float]:

@@ -39,16 +39,18 @@ OPERATIONS_TO_COMBINE = 350
 # SXM, torch 2.11, 2026-11: validation/traces).
 OPERATIONS_TO_ADD = 170
 # The gradients of weight and bias (GammaBetaBackwardCUDAKernelTemplate in layer_norm_kernel.cu): one block takes 32
-# columns, with 32 warps, or fewer over fewer rows, and each warp eight rows at a time. Over more than this many rows,
-# blocks of one warp take 32 rows each, and another kernel adds up what they found (where the columns fill less than
-# half of the SMs; taken to be so for all).
+# columns, with 32 warps, or fewer over fewer rows. Each warp takes eight rows at a time, or twice eight if not all
+# blocks are full. Over more than this many rows, blocks of one warp take 32 rows each, and another kernel adds up
+# what they found (where the columns fill less than half of the SMs; taken to be so for all).
 COLUMNS_OF_BLOCK = 32
-ROWS_OF_ROUND = 8
+ROWS_OF_WARP = 8
 BLOCK_HEIGHTS = ((256, 32), (128, 16), (64, 8), (0, 1))  # (from this many rows on, block height)
 MOST_ROWS_UNSPLIT = 64 * 1024
-# Loads of a row, and shuffles that bring it its statistics. An SM does them for 32 threads in a cycle, arithmetic for
-# 128 (CUDA C++ Programming Guide, table of arithmetic throughput), so each counts as four operations.
-OPERATIONS_OF_LOAD = 4
+# Instructions of its threads for a row, in the machine code of torch 2.15 for compute capability 9.0: with a shuffle
+# for the mean and one for the deviation, or the latter alone; more where blocks are not full, and for elements of 16
+# bits.
+ROW_INSTRUCTIONS_WITH_MEAN, ROW_INSTRUCTIONS = 16.5, 12.5
+RAGGED_INSTRUCTIONS, NARROW_INSTRUCTIONS = 4, 2
 # Operations of a thread on each of its elements: it updates the mean and the sum of squares, with a reciprocal
 # (cuWelfordOnlineSum).
 WELFORD_OPERATIONS = 10
@@ -109,7 +111,7 @@ def layer_norm(call: Call) -> Cost:
 @rule(aten.native_layer_norm_backward)
 def layer_norm_backward(call: Call) -> Cost:
     """Gradients of the input 10, of the weight 2, of the bias 1, as the output mask asks for them."""
-    rereads = _rows_of_gradients(call, 4)  # mean and deviation are shuffled
+    rereads = _rows_of_gradients(call, ROW_INSTRUCTIONS_WITH_MEAN)
     return make_cost(call, NORMALIZATION, _wanted(call) * call.inputs[0].numel, rereads=rereads)
 
 
@@ -212,7 +214,7 @@ def rms_norm_backward(call: Call) -> Cost:
     """Input: dy·w 1, its sum with x 2, normalized x 1, scale and subtract 2, times the reciprocal root 1;
     weight: multiply and sum 2."""
     wants_input, wants_weight = call.argument("output_mask")
-    rereads = _rows_of_gradients(call, 3)  # the deviation is shuffled
+    rereads = _rows_of_gradients(call, ROW_INSTRUCTIONS)
     flops = (7 * wants_input + 2 * wants_weight) * call.inputs[0].numel
     return make_cost(call, NORMALIZATION, flops, rereads=rereads)
 
@@ -328,12 +330,12 @@ def _normalized_rows(call: Call, x: TensorSpec, kernel: _RowKernel) -> tuple[Rer
     return _forward_rows(call, x, kernel)
 
 
-def _rows_of_gradients(call: Call, loads: int) -> tuple[Reread, ...]:
+def _rows_of_gradients(call: Call, instructions: float) -> tuple[Reread, ...]:
     """Their backward passes: the gradient and x are read again, and once more by the kernel for the gradients of the
-    weights, where these are asked for. `loads`: of a thread of that kernel, and shuffles, in each row."""
+    weights, where these are asked for. `instructions`: of a thread of that kernel for a row in fp32."""
     grad = call.inputs[0]
     rereads = _row_rereads(call, grad, 2, OPERATIONS_TO_ADD)
-    return rereads + _over_rows(call, grad, loads) if any(call.argument("output_mask")[1:]) else rereads
+    return rereads + _over_rows(call, grad, instructions) if any(call.argument("output_mask")[1:]) else rereads
 
 
 def _row_rereads(call: Call, x: TensorSpec, tensors: int, operations: int) -> tuple[Reread, ...]:
@@ -361,19 +363,21 @@ def _forward_rows(call: Call, x: TensorSpec, kernel: _RowKernel) -> tuple[Reread
     return (rows._replace(element_operations=issued, block=block, registers=kernel.registers),)
 
 
-def _over_rows(call: Call, x: TensorSpec, loads: int) -> tuple[Reread, ...]:
-    """The kernel that sums over all rows of two tensors like `x` for the gradients of weight and bias. `loads`: those
-    of a thread, and shuffles, in each row."""
+def _over_rows(call: Call, x: TensorSpec, instructions: float) -> tuple[Reread, ...]:
+    """The kernel that sums over all rows of two tensors like `x` for the gradients of weight and bias."""
     columns = max(1, prod(call.argument("normalized_shape")))
     rows, blocks = x.numel // columns, ceil(columns / COLUMNS_OF_BLOCK)
     height, taken = next(height for least, height in BLOCK_HEIGHTS if rows >= least), rows
     if rows > MOST_ROWS_UNSPLIT:
         height, taken = 1, WARP_THREADS
         blocks *= ceil(rows / taken)
-    operations = OPERATIONS_OF_LOAD * loads * ceil(taken / height)
-    threads, rounds = COLUMNS_OF_BLOCK * height, ceil(taken / (height * ROWS_OF_ROUND))
+    is_ragged = bool(rows % (height * ROWS_OF_WARP) or columns % COLUMNS_OF_BLOCK)
+    instructions += RAGGED_INSTRUCTIONS * is_ragged + NARROW_INSTRUCTIONS * (x.dtype.itemsize == 2)
+    issued = ceil(instructions * ceil(taken / height))
+    threads, rounds = COLUMNS_OF_BLOCK * height, ceil(taken / (height * ROWS_OF_WARP * (1 + is_ragged)))
     nbytes = 2 * x.nbytes
-    return (Reread(nbytes, blocks, nbytes // blocks, threads, operations, rounds, is_kernel=True),)
+    kernel = _as_kernel(Reread(nbytes, blocks, nbytes // blocks, threads, 0, rounds, element_operations=issued))
+    return (kernel._replace(in_turns=height > 1),)
 
 
 def _moments(x: TensorSpec, rows: int, least_threads: int = WARP_THREADS) -> Reread:
