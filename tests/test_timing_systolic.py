@@ -5,6 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from flopmeter import FlopMeter, available_hardware, load_hardware
+from flopmeter.records import AttentionShape, AttentionWork
+from flopmeter.timing.systolic import filled_share
 
 # 100 TFLOP/s in an array of 128 x 128, 1 TFLOP/s beside it, 1 TB/s from memory, nothing lost anywhere.
 TPU = load_hardware("tpu-v5e").replace(
@@ -37,9 +39,19 @@ def test_a_product_that_fills_the_array_takes_its_flops_at_the_peak():
     assert timing.memory_seconds == pytest.approx(3 * 2 * 4096**2 / 1e12)
 
 
-def test_matrices_are_padded_to_the_array():
-    timing = priced(lambda: meta(200, 100) @ meta(100, 300))
-    assert timing.compute_seconds == pytest.approx(2 * 256 * 128 * 384 / 100e12)
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "padded"),
+    [
+        (200, 100, 300, 200 * 128 * 384),  # the right one in three parts of the array, through which 200 rows pass
+        (256, 128, 130, 256 * 128 * 130),  # the left one stays, in two parts, since 256 x 256 are more
+        (5, 300, 128, 128 * 384 * 128),  # it takes as long as 128 rows to put a part there
+        (0, 300, 128, 0),
+    ],
+)
+def test_a_matrix_is_padded_to_the_array_and_the_rows_that_pass_are_not(rows, depth, columns, padded):
+    with torch.inference_mode(), FlopMeter(TPU) as meter:
+        meta(rows, depth) @ meta(depth, columns)
+    assert sum(each.compute_seconds for each in meter.report().timings) == pytest.approx(2 * padded / 100e12)
 
 
 def test_few_rows_take_as_long_as_the_rows_that_load_the_array():
@@ -59,6 +71,17 @@ def test_heads_of_attention_narrower_than_the_array_take_as_long_as_it_is_wide()
     )  # no fused multiply-adds: half the rate
     assert attention(64) == pytest.approx(attention(128))
     assert attention(128) == pytest.approx(products + softmax)
+
+
+def test_sequences_of_several_lengths_are_padded_one_by_one():
+    """Heads as wide as the array: of two products the first has the keys, the second the values in it."""
+    short, long = (2, 100, 300), (1, 500, 64)  # how many, queries, keys
+    shape = AttentionShape(3, 4, 4, 500, 300, 128, 128, is_packed=True, lengths=(short, long))
+    wanted = 4 * 128 * (2 * 100 * 300 + 500 * 64)
+    # Of a short one the left matrix stays in the first product, queries or scores of 100 rows: as 128 by 300 columns.
+    # Of the second 128 rows pass through 384 by 128 values. Of the long one 500 rows pass through 128 by 128, twice.
+    taken = 4 * 128 * (2 * (128 * 300 + 128 * 384) + 2 * 500 * 128)
+    assert filled_share(AttentionWork("flash", shape, 2 * wanted, 0, 0), 128) == pytest.approx(2 * wanted / taken)
 
 
 def test_what_a_causal_mask_hides_is_not_computed():
@@ -87,9 +110,10 @@ def test_a_depthwise_convolution_runs_beside_the_array():
     assert timing.compute_seconds == pytest.approx(2 * 9 * 8 * 256 * 32 * 32 / 1e12)
 
 
-def test_an_addition_takes_its_bytes():
+def test_an_addition_takes_its_bytes_and_its_flops_are_told():
     timing = priced(lambda: meta(2**25) + meta(2**25))
     assert timing.work_seconds == pytest.approx(3 * 2 * 2**25 / 1e12, rel=0.1)
+    assert timing.compute_seconds == pytest.approx(2**25 / (0.5 * 1e12))
     assert not timing.is_compute
 
 
@@ -111,4 +135,5 @@ def test_large_products_reach_what_the_profile_says(name):
 def test_a_layer_norm_runs_at_a_good_part_of_the_bandwidth(name):
     device = load_hardware(name)
     timing = priced(lambda: F.layer_norm(meta(8192, 4096), (4096,)), device)
-    assert 2 * 2 * 8192 * 4096 / timing.work_seconds > 0.3 * device.bandwidth_bytes_per_s
+    share = 2 * 2 * 8192 * 4096 / timing.work_seconds / device.bandwidth_bytes_per_s
+    assert 0.3 < share <= device.achieved.memory

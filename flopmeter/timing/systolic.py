@@ -52,22 +52,30 @@ def filled_share(work: MatrixWork, side: int) -> float:
 
     One matrix stays in the array while the rows of the other pass through it, so that its two sides are padded to the
     array's; to put it there takes as long as `side` rows take to pass (Jouppi et al., 'In-Datacenter Performance
-    Analysis of a Tensor Processing Unit', arXiv 1704.04760, section 2), so fewer rows take as long as these.
+    Analysis of a Tensor Processing Unit', arXiv 1704.04760, section 2), so fewer rows take as long as these. The
+    compiler is taken to choose which of the two stays.
     """
     matmuls = _squares(work.shape) if isinstance(work, AttentionWork) else matmuls_of(work)
-    padded = sum(_padded(shape, side).macs for shape in matmuls)
+    padded = sum(_padded_macs(shape, side) for shape in matmuls)
     return sum(shape.macs for shape in matmuls) / padded if padded else 1.0
 
 
 def _squares(shape: AttentionShape) -> list[Matmul]:
     """Products of fused attention: queries with keys, and scores with values, for each size of sequence."""
-    sizes = [(count * shape.heads, queries, keys) for count, queries, keys in shape.sizes]
-    scores = [Matmul(batch, queries, keys, shape.head_dim) for batch, queries, keys in sizes]
-    return scores + [Matmul(batch, queries, shape.value_dim, keys) for batch, queries, keys in sizes]
+    return [
+        product
+        for count, queries, keys in shape.sizes
+        for product in (
+            Matmul(count * shape.heads, queries, keys, shape.head_dim),
+            Matmul(count * shape.heads, queries, shape.value_dim, keys),
+        )
+    ]
 
 
-def _padded(shape: Matmul, side: int) -> Matmul:
-    return Matmul(shape.batch, *(ceil(size / side) * side for size in shape[1:]))
+def _padded_macs(shape: Matmul, side: int) -> int:
+    rows, columns, depth = (ceil(size / side) * side for size in shape[1:])
+    right_stays, left_stays = max(shape.m, side) * columns, rows * max(shape.n, side)
+    return shape.batch * depth * min(right_stays, left_stays)
 
 
 def _product_seconds(cost: Cost, hardware: Hardware, switches: Switches, side: int) -> float:
