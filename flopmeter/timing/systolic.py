@@ -37,7 +37,7 @@ def price(cost: Cost, hardware: Hardware, switches: Switches, side: int) -> Pric
     Raises HardwareError if the device lacks its dtype.
     """
     # All that is no product, a function such as exp as one operation: there is a unit for these.
-    others = cost.flops - 2 * cost.macs + SOFTMAX_OPERATIONS * _scores(cost)
+    others = cost.other_flops + SOFTMAX_OPERATIONS * _scores(cost)
     arithmetic = _product_seconds(cost, hardware, switches, side) + vector_seconds(others, cost, hardware)
     if isinstance(cost.work, HostCopy):
         memory = link_seconds(cost.work, hardware)
@@ -84,11 +84,11 @@ def _product_seconds(cost: Cost, hardware: Hardware, switches: Switches, side: i
         return 0.0
     on_array = hardware.contraction_peak(switches.matmul_dtype(cost)).sustained_flop_per_s
     rate = max(on_array * filled_share(cost.work, side), hardware.vector_peak("fp32").sustained_flop_per_s)
-    return (2 * cost.macs - cost.masked_flops) / rate
+    return cost.product_flops / rate
 
 
 def _scores(cost: Cost) -> float:
     """Scores of fused attention that no mask hides."""
     if not isinstance(cost.work, AttentionWork):
         return 0.0
-    return cost.work.shape.scores * (1.0 - cost.masked_flops / (2 * cost.macs))
+    return cost.work.shape.scores * cost.product_flops / (2 * cost.macs)
