@@ -1,5 +1,6 @@
 """Layers that are alike, as `plan` and `serve` see them."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -38,6 +39,13 @@ def test_layers_that_differ_in_an_attribute_are_of_two_kinds_for_plan():
 def test_neither_their_numbers_nor_rates_make_layers_differ():
     alike = likenesses([Layer(place, rate=place / 10) for place in range(4)])
     assert len(set(alike)) == 1
+
+
+@pytest.mark.parametrize("of_each", [(False, True), ("full", "window"), (8, 4), (None, 4), (True, False, True)])
+def test_a_switch_a_name_and_a_size_make_layers_differ(of_each):
+    """The first two are also False, which is 0 to Python, and True, which is 1: they are no numbers of layers."""
+    alike = likenesses([Layer(place, window=each) for place, each in enumerate(of_each)])
+    assert [alike.index(each) for each in alike] == [of_each.index(each) for each in of_each]
 
 
 def test_widths_and_frozen_parameters_make_layers_differ():
