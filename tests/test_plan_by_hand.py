@@ -53,6 +53,15 @@ def test_a_step_has_each_cause_as_often_as_there_are_layers_and_microbatches() -
     )
 
 
+def test_passes_for_inputs_and_for_weights_are_the_whole_backward_pass() -> None:
+    """Four microbatches on each of two stages: a forward pass of 1 s, of 5 s backward 2 for weights, and as much
+    memory traffic again."""
+    layer = PartCost(PassCost(1.0, 1.0), PassCost(5.0, 5.0), 0, weights=PassCost(2.0, 2.0))
+    split = replace(ONE, pp=2, schedule="zero-bubble", gather="step")
+    step = compose(work(split, layer, 2, 4))
+    assert step.seconds_by_bound["compute"] == step.seconds_by_bound["memory"] == pytest.approx(4 * (1 + 5))
+
+
 @pytest.mark.parametrize(("gpus_per_node", "seconds"), [(2, 1.0), (8, 0.1)])
 def test_stages_of_a_pipeline_are_as_far_apart_as_the_ranks_between_them(gpus_per_node: int, seconds: float) -> None:
     """10 GB from the second tensor parallel pair to the first and back; forward a second, backward two."""
