@@ -48,6 +48,14 @@ def test_a_switch_a_name_and_a_size_make_layers_differ(of_each):
     assert [alike.index(each) for each in alike] == [of_each.index(each) for each in of_each]
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_layers", "n_layers", "n_layer"])
+def test_a_layer_is_like_that_of_a_deeper_model_which_tells_its_depth(name):
+    shallow, deep = Layer(0), Layer(0)
+    setattr(shallow, name, 4)
+    setattr(deep, name, 8)
+    assert likenesses([shallow]) == likenesses([deep])
+
+
 def test_widths_and_frozen_parameters_make_layers_differ():
     layers = [Layer(0), Layer(1, width=16), Layer(2), Layer(3)]
     layers[3].requires_grad_(False)
