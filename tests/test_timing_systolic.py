@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from flopmeter import FlopMeter, available_hardware, load_hardware
-from flopmeter.records import AttentionShape, AttentionWork
+from flopmeter.records import AttentionShape, AttentionWork, FormulaWork
 from flopmeter.timing.systolic import filled_share
 
 # 100 TFLOP/s in an array of 128 x 128, 1 TFLOP/s beside it, 1 TB/s from memory, nothing lost anywhere.
@@ -74,14 +74,18 @@ def test_heads_of_attention_narrower_than_the_array_take_as_long_as_it_is_wide()
 
 
 def test_sequences_of_several_lengths_are_padded_one_by_one():
-    """Heads as wide as the array: of two products the first has the keys, the second the values in it."""
+    """Of four heads: 128 numbers of a query and a key, 256 of a value."""
     short, long = (2, 100, 300), (1, 500, 64)  # how many, queries, keys
-    shape = AttentionShape(3, 4, 4, 500, 300, 128, 128, is_packed=True, lengths=(short, long))
-    wanted = 4 * 128 * (2 * 100 * 300 + 500 * 64)
-    # Of a short one the left matrix stays in the first product, queries or scores of 100 rows: as 128 by 300 columns.
-    # Of the second 128 rows pass through 384 by 128 values. Of the long one 500 rows pass through 128 by 128, twice.
-    taken = 4 * 128 * (2 * (128 * 300 + 128 * 384) + 2 * 500 * 128)
-    assert filled_share(AttentionWork("flash", shape, 2 * wanted, 0, 0), 128) == pytest.approx(2 * wanted / taken)
+    shape = AttentionShape(3, 4, 4, 500, 300, 128, 256, is_packed=True, lengths=(short, long))
+    wanted = 4 * (2 * 100 * 300 + 500 * 64) * (128 + 256)
+    # Queries of a short one stay, as 128 rows, while 300 keys pass; its scores do, 128 by 384, or its values. Of the long
+    # one 64 keys and values stay, as 128, while 500 queries and scores pass.
+    taken = 4 * (2 * (128 * 300 * 128 + 128 * 256 * 384) + 500 * 128 * 128 + 500 * 256 * 128)
+    assert filled_share(AttentionWork("flash", shape, wanted, 0, 0), 128) == pytest.approx(wanted / taken)
+
+
+def test_products_of_unknown_shapes_are_not_padded():
+    assert filled_share(FormulaWork(1000), 128) == 1
 
 
 def test_what_a_causal_mask_hides_is_not_computed():

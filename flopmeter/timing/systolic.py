@@ -15,8 +15,8 @@ from flopmeter.records import (
     AttentionWork,
     Cost,
     HostCopy,
+    KernelWork,
     Matmul,
-    MatrixWork,
     Switches,
     matmuls_of,
 )
@@ -47,7 +47,7 @@ def price(cost: Cost, hardware: Hardware, switches: Switches, side: int) -> Pric
     return Price(busy, f"{cost.op_class}, systolic array", has_few_flops(cost, arithmetic, hardware))
 
 
-def filled_share(work: MatrixWork, side: int) -> float:
+def filled_share(work: KernelWork, side: int) -> float:
     """The share of its multiply-adds that the array spends on the matrices, and not on their padding.
 
     One matrix stays in the array while the rows of the other pass through it, so that its two sides are padded to the
@@ -80,7 +80,7 @@ def _padded_macs(shape: Matmul, side: int) -> int:
 
 def _product_seconds(cost: Cost, hardware: Hardware, switches: Switches, side: int) -> float:
     """On the array, or at the vector units' rate for fp32 where that is faster, as of a depthwise convolution."""
-    if not isinstance(cost.work, MatrixWork) or not cost.macs:
+    if not cost.macs:
         return 0.0
     on_array = hardware.contraction_peak(switches.matmul_dtype(cost)).sustained_flop_per_s
     rate = max(on_array * filled_share(cost.work, side), hardware.vector_peak("fp32").sustained_flop_per_s)
