@@ -78,8 +78,8 @@ def test_sequences_of_several_lengths_are_padded_one_by_one():
     short, long = (2, 100, 300), (1, 500, 64)  # how many, queries, keys
     shape = AttentionShape(3, 4, 4, 500, 300, 128, 256, is_packed=True, lengths=(short, long))
     wanted = 4 * (2 * 100 * 300 + 500 * 64) * (128 + 256)
-    # Queries of a short one stay, as 128 rows, while 300 keys pass; its scores do, 128 by 384, or its values. Of the long
-    # one 64 keys and values stay, as 128, while 500 queries and scores pass.
+    # Queries of a short one stay, as 128 rows, while 300 keys pass; its scores do, 128 by 384, or its values. Of the
+    # long one 64 keys and values stay, as 128, while 500 queries and scores pass.
     taken = 4 * (2 * (128 * 300 * 128 + 128 * 256 * 384) + 500 * 128 * 128 + 500 * 256 * 128)
     assert filled_share(AttentionWork("flash", shape, wanted, 0, 0), 128) == pytest.approx(wanted / taken)
 
