@@ -121,6 +121,12 @@ def test_an_addition_takes_its_bytes_and_its_flops_are_told():
     assert not timing.is_compute
 
 
+def test_additions_of_a_type_that_has_no_products_take_their_bytes():
+    timing = priced(lambda: torch.empty(2**22, dtype=torch.int64, device="meta") + 1)
+    assert timing.compute_seconds == 0
+    assert timing.memory_seconds == pytest.approx(2 * 8 * 2**22 / 1e12)
+
+
 def test_a_copy_from_the_host_takes_the_link():
     x = torch.empty(2**24, dtype=torch.bfloat16)
     timing = priced(lambda: x.to("meta"))
