@@ -204,6 +204,16 @@ def test_the_steady_step_is_the_last_with_the_batch_of_most_steps(batches, numbe
     assert ("most have its shapes, and a later one has not" in report.headline) == (not is_last)
 
 
+def test_updates_by_gradients_that_no_backward_pass_has_made_are_steps_too():
+    with flopmeter.cuda(A100) as device:
+        weight = nn.Parameter(torch.zeros(64, device=device))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(3):
+            weight.grad = torch.randn(64, device=device)
+            optimizer.step()
+    assert device.report().parts.count == 3
+
+
 def test_of_two_optimizers_a_step_has_one_turn_of_each():
     with flopmeter.cuda(A100) as device:
         nets = [nn.Linear(64, 64, bias=False).to(device) for _ in range(2)]
