@@ -66,6 +66,6 @@ def test_widths_and_frozen_parameters_make_layers_differ():
 
 def test_the_layers_are_the_list_with_the_most_parameters():
     model = Model([Layer(place) for place in range(3)])
-    model.others = nn.ModuleList([nn.Linear(2, 2)])
+    model.few = nn.ModuleList([nn.Linear(2, 2)])
     assert list_of_layers(model) == "layers"
     assert list_of_layers(torch.nn.Linear(2, 2)) is None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import product
 from typing import get_args
 
 import pytest
 
 from flopmeter import Split, plan
-from flopmeter.ask.plan.splits import Bounds, GatherTime, Recompute, ScheduleName, splits
+from flopmeter.ask.plan.splits import WISHES, Bounds, GatherTime, Recompute, ScheduleName, splits
 from flopmeter.models.llama import Llama, LlamaConfig
 
 DENSE = Bounds(8, 16, 4 * 2048, layers=6, heads=6, gpus_per_node=4, experts=None, can_defer=True)
@@ -16,7 +17,7 @@ CASES = [
     DENSE,
     DENSE._replace(can_defer=False, heads=None, batch=24),
     DENSE._replace(experts=4, length=3 * 4096, layers=14),
-    DENSE._replace(world=6, batch=18, experts=6, gpus_per_node=6, length=6 * 1024),
+    DENSE._replace(world=6, batch=18, experts=6, gpus_per_node=6),
 ]
 
 
@@ -76,11 +77,13 @@ def test_a_wish_allows_what_is_seldom_worth_it() -> None:
         ((name, (value,)),) = wish.items()
         assert max(getattr(split, name) for split in splits(bounds, {})) < value
         assert {getattr(split, name) for split in splits(bounds, wish)} == {value}
+    assert {split.tp for split in splits(bounds._replace(batch=1), {"tp": (8,)})} == {8}
+    assert {*WISHES} == {each.name for each in fields(Split)}
 
 
 def test_a_rank_shares_experts_with_its_neighbours_and_their_shards_with_those_that_have_the_same() -> None:
     """Tensor parallel ranks lie between them: 0, 2, 4 and 6 shard parameters, and pairs of them share experts."""
-    split = Split(1, 4, 2, 1, 1, ep=2, microbatch=1, recompute="none", schedule="none")
+    split = Split(1, 2, 2, 2, 1, ep=2, microbatch=1, recompute="none", schedule="none")
     assert split.expert_ranks == (0, 2)
     assert split.expert_shards == (0, 4)
 
