@@ -1,5 +1,6 @@
 """Layers that are alike, as `plan` and `serve` see them."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,6 +41,21 @@ def test_neither_their_numbers_nor_rates_make_layers_differ():
     assert len(set(alike)) == 1
 
 
+@pytest.mark.parametrize("of_each", [(False, True), ("full", "window"), (8, 4), (None, 4), (True, False, True)])
+def test_a_switch_a_name_and_a_size_make_layers_differ(of_each):
+    """The first two are also False, which is 0 to Python, and True, which is 1: they are no numbers of layers."""
+    alike = likenesses([Layer(place, window=each) for place, each in enumerate(of_each)])
+    assert [alike.index(each) for each in alike] == [of_each.index(each) for each in of_each]
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_layers", "n_layers", "n_layer"])
+def test_a_layer_is_like_that_of_a_deeper_model_which_tells_its_depth(name):
+    shallow, deep = Layer(0), Layer(0)
+    setattr(shallow, name, 4)
+    setattr(deep, name, 8)
+    assert likenesses([shallow]) == likenesses([deep])
+
+
 def test_widths_and_frozen_parameters_make_layers_differ():
     layers = [Layer(0), Layer(1, width=16), Layer(2), Layer(3)]
     layers[3].requires_grad_(False)
@@ -50,6 +66,6 @@ def test_widths_and_frozen_parameters_make_layers_differ():
 
 def test_the_layers_are_the_list_with_the_most_parameters():
     model = Model([Layer(place) for place in range(3)])
-    model.others = nn.ModuleList([nn.Linear(2, 2)])
+    model.few = nn.ModuleList([nn.Linear(2, 2)])
     assert list_of_layers(model) == "layers"
     assert list_of_layers(torch.nn.Linear(2, 2)) is None

@@ -336,6 +336,10 @@ def test_each_further_operation_on_a_score_takes_as_much_longer():
         ten, twenty, thirty = others
         assert before < ten
         assert thirty - twenty == pytest.approx(twenty - ten, rel=0.01)
+    of_ten = 10 * 16 * 4096**2 / (19.5e12 / 2)  # none is a fused multiply-add
+    assert times[3][0] - times[2][0] == pytest.approx(of_ten, rel=0.1)
+    # Backward ten operations and the ten of their gradients run in both kernels of the template.
+    assert times[3][1] - times[2][1] == pytest.approx(2 * 2 * of_ten, rel=0.1)
 
 
 def test_a_single_head_of_keys_leaves_few_blocks_to_compute_its_gradient():

@@ -125,3 +125,21 @@ def test_ops_after_a_module_below_belong_to_the_module_that_called_it():
     inner.parts = nn.ModuleList([nn.ReLU()])
     with Recorder() as recorder:
         assert paths(recorder, held(inner), inner) == ["Caller.parts.0.parts.0", "Caller.parts.0"]
+
+
+class WithActivation(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x):
+        return self.activation(x)
+
+
+def test_a_shared_module_belongs_to_the_layer_that_calls_it_also_after_one_whose_number_begins_alike():
+    shared = nn.ReLU()
+    layers = [WithActivation(shared) for _ in range(11)]
+    caller = held(*layers)
+    with Recorder() as recorder:
+        found = paths(recorder, caller, layers[10], layers[1], layers[10])
+    assert found == [f"Caller.parts.{number}.activation" for number in (10, 1, 10)]

@@ -58,3 +58,41 @@ def test_what_follows_a_closure_is_the_optimizers_again():
         outer.step(loss)
     phases = [op.phase for op in meter.trace.ops if op.call.name in ("sin", "_foreach_add_", "add_", "cos")]
     assert phases == ["forward", "optimizer", "forward", "optimizer"]
+
+
+class LooksAgain(torch.optim.SGD):
+    """Calls a module in its step, and no closure."""
+
+    def __init__(self, module):
+        super().__init__(module.parameters(), lr=0.1)
+        self.module = module
+
+    @torch.no_grad()
+    def step(self):
+        self.module(torch.empty(4, 8, device="meta"))
+        super().step()
+
+
+def test_a_module_that_an_optimizer_calls_runs_forward():
+    module = nn.Linear(8, 8, device="meta")
+    optimizer = LooksAgain(module)
+    module(torch.empty(4, 8, device="meta")).sum().backward()
+    with FlopMeter() as meter:
+        optimizer.step()
+    phases = {op.call.name: op.phase for op in meter.trace.ops}
+    assert phases["addmm"] == "forward"
+    assert phases["_foreach_add_"] == "optimizer"
+
+
+def test_of_each_group_of_an_optimizer_it_is_noted_how_many_weights_have_gradients():
+    """Of three, two and two: all but one, both and none."""
+    weights = [nn.Parameter(torch.empty(8, device="meta")) for _ in range(7)]
+    optimizer = torch.optim.SGD(
+        [{"params": weights[:3]}, {"params": weights[3:5]}, {"params": weights[5:]}], fused=True
+    )
+    for weight in weights[1:5]:
+        weight.grad = torch.empty_like(weight)
+    with FlopMeter() as meter:
+        optimizer.step()
+    (step,) = meter.trace.optimizer_steps
+    assert step.groups == (2, 2)

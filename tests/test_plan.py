@@ -431,6 +431,8 @@ def test_rows_can_be_metered_whole():
     whole = [row for row in found.rows if row.how == "whole"]
     assert len(whole) == 1
     assert whole[0].seconds != whole[0].composed_seconds
+    first, second = (row.mfu * row.seconds for row in found.rows)  # FLOPs of the same sequences by the same peak
+    assert first == pytest.approx(second)
     assert "s whole; composed it was" in str(found)
 
 

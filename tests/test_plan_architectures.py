@@ -96,6 +96,33 @@ class Fixed(nn.Module):
 STYLES = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
 
 
+class WithEyes(Fixed):
+    """Next to the layers that read text lie as many, and as large ones, that read images."""
+
+    def __init__(self):
+        super().__init__()
+        self.eyes = nn.Module()
+        self.eyes.layers = nn.ModuleList(FixedBlock() for _ in range(4))
+
+
+def test_as_many_layers_of_another_part_of_the_model_are_no_parts_of_its_layers():
+    assert subject_of(WithEyes).layers == "layers"
+
+
+class InParts(WithEyes):
+    """A second list has parts of the same layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.eyes = None
+        self.gates = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+
+def test_two_lists_of_parts_of_the_layers_are_refused():
+    with pytest.raises(PlanError, match=r"layers of InParts are parts in several lists \(layers, gates\)"):
+        subject_of(InParts)
+
+
 def test_a_split_in_which_the_model_does_not_run_is_left_out_and_said():
     only = {"microbatch": 1, "recompute": "none", "cp": 1}
     found = plan(Fixed, 2, H100, batch=4, length=64, tensor_parallel=STYLES, only=only)

@@ -11,15 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from flopmeter import Split, load_hardware, plan
+from flopmeter import FlopMeter, Split, load_hardware, plan
 from flopmeter.ask.plan.blocks import Blocks
 from flopmeter.ask.plan.compose import SplitWork, compose
 from flopmeter.ask.plan.layers import LayerCosts, PartCost, PassCost, meter_layers
 from flopmeter.ask.plan.memory import RankMemory, least_bytes, memory_of
-from flopmeter.ask.plan.program import Where
+from flopmeter.ask.plan.program import Where, backward, split_layers
 from flopmeter.ask.plan.splits import Shape
-from flopmeter.ask.plan.subject import subject_of
+from flopmeter.ask.plan.subject import subject_of, tokens_of
 from flopmeter.device.cluster import Cluster, Link, load_cluster, price_collective
+from flopmeter.distributed import world
 from flopmeter.models.llama import Llama, LlamaConfig
 from flopmeter.records import Collective
 
@@ -50,6 +51,15 @@ def test_a_step_has_each_cause_as_often_as_there_are_layers_and_microbatches() -
     assert step.seconds_by_bound == pytest.approx(
         {"compute": 165, "memory": 330, "communication": 495, "overhead": 660, "bubble": 0}
     )
+
+
+def test_passes_for_inputs_and_for_weights_are_the_whole_backward_pass() -> None:
+    """Four microbatches on each of two stages: a forward pass of 1 s, of 5 s backward 2 for weights, and as much
+    memory traffic again."""
+    layer = PartCost(PassCost(1.0, 1.0), PassCost(5.0, 5.0), 0, weights=PassCost(2.0, 2.0))
+    split = replace(ONE, pp=2, schedule="zero-bubble", gather="step")
+    step = compose(work(split, layer, 2, 4))
+    assert step.seconds_by_bound["compute"] == step.seconds_by_bound["memory"] == pytest.approx(4 * (1 + 5))
 
 
 @pytest.mark.parametrize(("gpus_per_node", "seconds"), [(2, 1.0), (8, 0.1)])
@@ -178,3 +188,16 @@ def test_layers_in_a_dictionary_are_planned_as_those_in_a_list() -> None:
     only = {"tp": 1, "cp": 1, "microbatch": 1, "recompute": "none"}
     listed, named = (plan(make, 4, "h100-sxm5-80gb", length=256, only=only) for make in (Listed, Named))
     assert named.rows == listed.rows
+
+
+def test_selective_recomputation_repeats_the_second_the_fourth_and_the_sixth_product_of_a_layer() -> None:
+    """Of query, key, value, out, gate, up and down: key, out and up; and no attention."""
+    config = LlamaConfig(layers=2, width=256, heads=4, kv_heads=2, hidden=640, vocabulary=100)
+    subject, tokens = subject_of(partial(Llama, config)), 128
+    with world(1, {"rest": 1, "cp": 1, "tp": 1}) as mesh:
+        model = subject.model().bfloat16()
+        split_layers(subject, model, mesh, "selective", range(1))
+        with FlopMeter(H100) as meter:
+            backward(subject, model, mesh, tokens_of(model, 1, tokens))
+    again = [kernel.cost.macs for kernel in meter.report().kernels if kernel.op.phase == "recompute"]
+    assert sum(again) == config.layers * tokens * 256 * (128 + 256 + 640)

@@ -500,10 +500,17 @@ def test_a_deep_copy_is_known_as_what_was_copied_still_is():
         assert ends.tolist() == [2, 7]
 
 
-def test_control_flow_that_hangs_on_a_stand_in_is_listed():
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda loss: 2 * loss / 4, lambda loss: round(loss, 4), lambda loss: +loss // 2 + 7 // loss,
+        lambda loss: abs(-loss) % 3 - 5 % loss, lambda loss: 2**loss - loss**2 - (1 - loss),
+    ],
+)  # fmt: skip
+def test_control_flow_that_hangs_on_a_stand_in_is_listed(computed):
     with flopmeter.cuda(A100) as device:
         loss = torch.randn(4, device="cuda").mean().item()
-        assert 2 * loss / 4 < 10
+        assert computed(loss) < 10
     (note,) = (note for note in device.report().step.notes if "control flow" in note)
     assert "test_run.py" in note
     assert "(1x)" in note

@@ -114,6 +114,7 @@ def test_a_round_is_the_shortest_sequence_of_calls_that_comes_again_up_to_the_en
         assert found is None
     else:
         assert found == parts_between(start, ends, f"rounds of calls: {said}")
+        assert not found.may_prepare
 
 
 @pytest.mark.parametrize(

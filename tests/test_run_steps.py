@@ -204,6 +204,16 @@ def test_the_steady_step_is_the_last_with_the_batch_of_most_steps(batches, numbe
     assert ("most have its shapes, and a later one has not" in report.headline) == (not is_last)
 
 
+def test_updates_by_gradients_that_no_backward_pass_has_made_are_steps_too():
+    with flopmeter.cuda(A100) as device:
+        weight = nn.Parameter(torch.zeros(64, device=device))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(3):
+            weight.grad = torch.randn(64, device=device)
+            optimizer.step()
+    assert device.report().parts.count == 3
+
+
 def test_of_two_optimizers_a_step_has_one_turn_of_each():
     with flopmeter.cuda(A100) as device:
         nets = [nn.Linear(64, 64, bias=False).to(device) for _ in range(2)]
@@ -443,7 +453,54 @@ def test_steps_may_be_marked_by_an_nvtx_range_which_is_a_row_too():
     report = device.report()
     assert (report.parts.count, report.parts.marked_by) == (2, "nvtx:step")
     assert report.ranges["step"][0] == 1
-    assert "nvtx range" in str(report)
+    assert re.search(r"\nnvtx range +calls +ms\n", str(report))
+    assert report.render("csv") == report.step.render("csv")
+    title, *_, ranges, _ = report.render("markdown").split("\n\n")
+    assert title.startswith("**program: one steady step, the last of 2")
+    assert re.match(r"\| nvtx range +\| +calls \| +ms \|\n", ranges)
+
+
+def test_steps_may_be_marked_by_a_method_of_a_class():
+    with flopmeter.cuda(A100, steps=3, wishes=Wishes(marker="torch.nn:Linear.zero_grad")) as device:
+        model, x = nn.Linear(64, 64, bias=False).to(device), torch.zeros(8, 64, device=device)
+        for _ in range(5):
+            model(model(x))
+            model.zero_grad()
+    parts = device.report().parts
+    assert (parts.count, parts.marked_by) == (3, "torch.nn:Linear.zero_grad")
+
+
+def test_where_calls_of_a_module_are_the_steps_a_compiled_optimizer_ends_none():
+    with flopmeter.cuda(A100, wishes=Wishes(marker="forward")) as device:
+        model = nn.Linear(64, 64, bias=False).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step)
+        for _ in range(4):
+            model(torch.zeros(8, 64, device=device)).sum().backward()
+            step()
+            optimizer.zero_grad()
+    parts = device.report().parts
+    assert (parts.count, parts.marked_by) == (4, "calls of the outermost module")
+
+
+def test_calls_of_a_compiled_function_are_steps_where_calls_were_asked_for():
+    with flopmeter.cuda(A100, wishes=Wishes(marker="forward")) as device:
+        weight, run = torch.zeros(64, 64, device=device), torch.compile(lambda x, weight: (x @ weight).relu())
+        for _ in range(3):
+            run(torch.zeros(8, 64, device=device), weight)
+    assert device.report().parts.count == 3
+
+
+def test_in_inference_calls_that_record_gradients_are_steps_like_those_that_do_not():
+    """An encoder that is frozen, and a decoder of which nobody said that it is not trained."""
+    with flopmeter.cuda(A100) as device:
+        encoder, decoder = (nn.Linear(64, 64, bias=False).to(device) for _ in range(2))
+        encoder.requires_grad_(False)
+        for _ in range(4):
+            decoder(decoder(encoder(torch.zeros(8, 64, device=device))))
+    report = device.report()
+    assert (report.parts.count, report.parts.marked_by) == (4, "rounds of calls: Linear ×3")
+    assert report.step.macs == 3 * 8 * 64 * 64
 
 
 class FirstFails(nn.Linear):
@@ -478,6 +535,26 @@ def test_the_warm_up_of_graphed_callables_is_no_step():
     report = device.report()
     assert report.headline.endswith("the last of 3 (marked by optimizer.step())")
     assert report.step.macs == 2 * 8 * 64 * 64
+
+
+def test_calls_after_the_warm_up_of_graphed_callables_are_steps():
+    with flopmeter.cuda(A100) as device, torch.no_grad():
+        model, x = nn.Linear(64, 64, bias=False).to(device), torch.zeros(8, 64, device=device)
+        torch.cuda.make_graphed_callables(nn.Linear(64, 64).to(device), (x.requires_grad_(),))
+        for _ in range(3):
+            model(x)
+    assert device.report().parts.count == 3
+
+
+def test_a_frozen_model_beside_the_one_that_learns_marks_no_steps():
+    """Of a program that has an optimizer and never steps it: its steps are the calls of what learns."""
+    with flopmeter.cuda(A100) as device:
+        frozen, model = (nn.Linear(64, 64, bias=False).to(device) for _ in range(2))
+        frozen.requires_grad_(False)
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            model(frozen(torch.zeros(8, 64, device=device))).sum().backward()
+    assert device.report().parts.marked_by == "calls of Linear"
 
 
 @pytest.mark.parametrize("steps", [3, None])

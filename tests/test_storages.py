@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from flopmeter import FlopMeter
+from flopmeter.distributed import world
+from flopmeter.trace.tensor_specs import unstrided_spec
 
 
 def test_a_function_under_vmap_holds_as_much_memory_as_the_same_without():
@@ -40,3 +42,19 @@ def test_opaque_tensors_have_no_storage_and_break_nothing():
         y = x.to_mkldnn().relu().to_dense()
     assert y.tolist() == [[0.0] * 3] * 3
     assert meter.report().memory.peak_bytes < 1000
+
+
+def test_a_storage_that_is_freed_and_filled_time_and_again_changes_its_size_each_time():
+    """As FSDP's flat parameters are. A size that it has already is no change."""
+    x = torch.empty(1000, device="meta")
+    with world(2), FlopMeter("a100-sxm4-80gb") as meter:
+        x.sin()
+        for nbytes in (0, 0, 4000, 0, 4000, 4000):
+            x.untyped_storage().resize_(nbytes)
+    assert [each.nbytes for each in meter.trace.resizes] == [0, 4000, 0, 4000]
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)])
+def test_a_sparse_tensor_has_the_strides_of_a_dense_one(shape):
+    x = torch.zeros(shape).to_sparse()
+    assert unstrided_spec(x, 0).stride == torch.zeros(shape).stride()

@@ -5,6 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from flopmeter import FlopMeter, available_hardware, load_hardware
+from flopmeter.records import AttentionShape, AttentionWork, FormulaWork
+from flopmeter.timing.systolic import filled_share
 
 # 100 TFLOP/s in an array of 128 x 128, 1 TFLOP/s beside it, 1 TB/s from memory, nothing lost anywhere.
 TPU = load_hardware("tpu-v5e").replace(
@@ -37,9 +39,19 @@ def test_a_product_that_fills_the_array_takes_its_flops_at_the_peak():
     assert timing.memory_seconds == pytest.approx(3 * 2 * 4096**2 / 1e12)
 
 
-def test_matrices_are_padded_to_the_array():
-    timing = priced(lambda: meta(200, 100) @ meta(100, 300))
-    assert timing.compute_seconds == pytest.approx(2 * 256 * 128 * 384 / 100e12)
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "padded"),
+    [
+        (200, 100, 300, 200 * 128 * 384),  # the right one in three parts of the array, through which 200 rows pass
+        (256, 128, 130, 256 * 128 * 130),  # the left one stays, in two parts, since 256 x 256 are more
+        (5, 300, 128, 128 * 384 * 128),  # it takes as long as 128 rows to put a part there
+        (0, 300, 128, 0),
+    ],
+)
+def test_a_matrix_is_padded_to_the_array_and_the_rows_that_pass_are_not(rows, depth, columns, padded):
+    with torch.inference_mode(), FlopMeter(TPU) as meter:
+        meta(rows, depth) @ meta(depth, columns)
+    assert sum(each.compute_seconds for each in meter.report().timings) == pytest.approx(2 * padded / 100e12)
 
 
 def test_few_rows_take_as_long_as_the_rows_that_load_the_array():
@@ -59,6 +71,21 @@ def test_heads_of_attention_narrower_than_the_array_take_as_long_as_it_is_wide()
     )  # no fused multiply-adds: half the rate
     assert attention(64) == pytest.approx(attention(128))
     assert attention(128) == pytest.approx(products + softmax)
+
+
+def test_sequences_of_several_lengths_are_padded_one_by_one():
+    """Of four heads: 128 numbers of a query and a key, 256 of a value."""
+    short, long = (2, 100, 300), (1, 500, 64)  # how many, queries, keys
+    shape = AttentionShape(3, 4, 4, 500, 300, 128, 256, is_packed=True, lengths=(short, long))
+    wanted = 4 * (2 * 100 * 300 + 500 * 64) * (128 + 256)
+    # Queries of a short one stay, as 128 rows, while 300 keys pass; its scores do, 128 by 384, or its values. Of the
+    # long one 64 keys and values stay, as 128, while 500 queries and scores pass.
+    taken = 4 * (2 * (128 * 300 * 128 + 128 * 256 * 384) + 500 * 128 * 128 + 500 * 256 * 128)
+    assert filled_share(AttentionWork("flash", shape, wanted, 0, 0), 128) == pytest.approx(wanted / taken)
+
+
+def test_products_of_unknown_shapes_are_not_padded():
+    assert filled_share(FormulaWork(1000), 128) == 1
 
 
 def test_what_a_causal_mask_hides_is_not_computed():
@@ -87,10 +114,17 @@ def test_a_depthwise_convolution_runs_beside_the_array():
     assert timing.compute_seconds == pytest.approx(2 * 9 * 8 * 256 * 32 * 32 / 1e12)
 
 
-def test_an_addition_takes_its_bytes():
+def test_an_addition_takes_its_bytes_and_its_flops_are_told():
     timing = priced(lambda: meta(2**25) + meta(2**25))
     assert timing.work_seconds == pytest.approx(3 * 2 * 2**25 / 1e12, rel=0.1)
+    assert timing.compute_seconds == pytest.approx(2**25 / (0.5 * 1e12))
     assert not timing.is_compute
+
+
+def test_additions_of_a_type_that_has_no_products_take_their_bytes():
+    timing = priced(lambda: torch.empty(2**22, dtype=torch.int64, device="meta") + 1)
+    assert timing.compute_seconds == 0
+    assert timing.memory_seconds == pytest.approx(2 * 8 * 2**22 / 1e12)
 
 
 def test_a_copy_from_the_host_takes_the_link():
@@ -111,4 +145,5 @@ def test_large_products_reach_what_the_profile_says(name):
 def test_a_layer_norm_runs_at_a_good_part_of_the_bandwidth(name):
     device = load_hardware(name)
     timing = priced(lambda: F.layer_norm(meta(8192, 4096), (4096,)), device)
-    assert 2 * 2 * 8192 * 4096 / timing.work_seconds > 0.3 * device.bandwidth_bytes_per_s
+    share = 2 * 2 * 8192 * 4096 / timing.work_seconds / device.bandwidth_bytes_per_s
+    assert 0.3 < share <= device.achieved.memory

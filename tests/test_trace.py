@@ -123,12 +123,12 @@ def test_an_op_seen_before_with_the_same_geometry_shares_its_call():
     assert first.outputs[0].storage == second.inputs[0].storage != second.outputs[0].storage
 
 
-@pytest.mark.parametrize("scalars", [(1, 1.0), (1, True), (0.5, 0.25)])
+@pytest.mark.parametrize("scalars", [(1, 1.0), (1, True), (0.5, 0.25), (0, 0j)])
 def test_calls_that_differ_in_the_type_or_value_of_a_scalar_are_kept_apart(scalars):
     x = torch.empty(4, dtype=torch.int64, device="meta")
     with Recorder() as recorder:
-        for scalar in scalars:
-            torch.mul(x, scalar)
+        found = [torch.mul(x, scalar).dtype for scalar in scalars]
+    assert found == [torch.mul(torch.zeros(4, dtype=torch.int64), scalar).dtype for scalar in scalars]
     first, second = recorder.trace.ops
     assert first.call is not second.call
 

@@ -41,7 +41,7 @@ def likenesses(layers: Sequence[nn.Module], config: Any = None) -> list[Likeness
     numbers = {
         name
         for name in set().union(*attributes)
-        if all(of_layer.get(name, place) == place for place, of_layer in enumerate(attributes))
+        if all(str(of_layer.get(name, place)) == str(place) for place, of_layer in enumerate(attributes))  # True is 1
     }
     return [
         (kind, _modules(layer), frozenset((name, value) for name, value in own.items() if name not in numbers))

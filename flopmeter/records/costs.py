@@ -120,11 +120,8 @@ class Cost:
 
     @property
     def masked_recomputed_flops(self) -> int:
-        """Those of `recomputed_flops` that a mask hides: it hides the same share of each matmul."""
-        if not isinstance(self.work, AttentionWork) or not self.masked_flops:
-            return 0
-        unmasked = 2 * self.macs + self.work.score_flops * self.work.shape.scores
-        return self.recomputed_flops * self.masked_flops // unmasked
+        """Those of `recomputed_flops` that a mask hides."""
+        return self.recomputed_flops - self._seen(self.recomputed_flops)
 
     @property
     def flops(self) -> int:
@@ -139,6 +136,29 @@ class Cost:
     def executed_flops(self) -> int:
         """FLOPs without masked blocks; for time and HFU."""
         return self.flops - self.masked_flops
+
+    @property
+    def product_flops(self) -> int:
+        """Those of `executed_flops` that are of matmuls."""
+        return self._seen(2 * self.macs)
+
+    @property
+    def other_flops(self) -> int:
+        """The others of `executed_flops`."""
+        return self.executed_flops - self.product_flops
+
+    @property
+    def flops_on_scores(self) -> int:
+        """Those of `other_flops` that flex_attention's function on a score takes."""
+        work = self.work
+        return self._seen(work.score_flops * work.shape.scores) if isinstance(work, AttentionWork) else 0
+
+    def _seen(self, flops: int) -> int:
+        """What a mask leaves of these FLOPs: it hides the same share of each matmul and function on scores."""
+        if not isinstance(self.work, AttentionWork) or not self.masked_flops:
+            return flops
+        unmasked = 2 * self.macs + self.work.score_flops * self.work.shape.scores
+        return flops - flops * self.masked_flops // unmasked
 
     @property
     def bytes_read(self) -> int:

@@ -79,7 +79,10 @@ def _deciding(name: str) -> Any:
     return deciding
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs"):
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow",
+    "rpow", "neg", "pos", "abs", "round",
+):  # fmt: skip
     setattr(StandInFloat, f"__{_name}__", _computing(f"__{_name}__"))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
     setattr(StandInFloat, f"__{_name}__", _deciding(f"__{_name}__"))

@@ -30,11 +30,10 @@ REORDERED_PASSES = 3
 
 def price(cost: Cost, hardware: Hardware, switches: Switches) -> Price:
     """The price of a kernel. Raises HardwareError if the device lacks its dtype."""
-    matmul_flops = 2 * cost.macs - cost.masked_flops
-    others = cost.flops - 2 * cost.macs + (TRANSCENDENTAL_OPERATIONS - 1) * cost.transcendentals
+    others = cost.other_flops + (TRANSCENDENTAL_OPERATIONS - 1) * cost.transcendentals
     compute = 0.0
-    if matmul_flops:
-        compute += matmul_flops / hardware.contraction_peak(switches.matmul_dtype(cost)).sustained_flop_per_s
+    if cost.macs:
+        compute += cost.product_flops / hardware.contraction_peak(switches.matmul_dtype(cost)).sustained_flop_per_s
     compute += vector_seconds(others, cost, hardware)
     memory = memory_seconds(cost, hardware)
     exponent = PACKING_OVERLAP if cost.macs else constants.VECTOR_OVERLAP

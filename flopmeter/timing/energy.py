@@ -175,16 +175,15 @@ def energy(cost: Cost, hardware: Hardware, switches: Switches) -> Energy:
     arithmetic = 0.0
     if cost.macs:
         peak = peak_of(cost, hardware, switches)
-        done: float = 2 * cost.macs - cost.masked_flops
+        done: float = cost.product_flops
         work, has_matrix_units = cost.work, peak.unit == "matrix"
         if isinstance(work, AttentionWork) and has_matrix_units:
             done *= flop_energy(work, hardware)
         if isinstance(work, ConvolutionWork) and not has_matrix_units and suits_winograd(work.shape, work.implicit):
             done *= constants.WINOGRAD_PATCH**2 / (3 * constants.WINOGRAD_OUTPUT) ** 2
         arithmetic = done * (peak.picojoules_per_flop or 0.0)
-    others = cost.flops - 2 * cost.macs
-    if others > 0:
+    if cost.other_flops > 0:
         share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
-        arithmetic += others / share * (hardware.vector_peak(cost.dtype).picojoules_per_flop or 0.0)
+        arithmetic += cost.other_flops / share * (hardware.vector_peak(cost.dtype).picojoules_per_flop or 0.0)
     moved = 0 if cost.link_bytes else cost.bytes
     return Energy(arithmetic * PICO, moved * power.byte_picojoules(hardware.memory_type) * PICO)

@@ -14,11 +14,10 @@ def least_seconds(cost: Cost, device: Hardware, switches: Switches) -> float:
     parts = [cost.bytes / device.bandwidth_bytes_per_s]
     if cost.link_bytes:
         parts = [cost.link_bytes / (device.host_link_bytes_per_s or DEFAULT_LINK_BYTES_PER_S)]
-    matmul_flops, other_flops = 2 * cost.macs, cost.flops - 2 * cost.macs
-    if matmul_flops:
-        parts.append((matmul_flops - cost.masked_flops) / _best_rate(peak_of(cost, device, switches)))
-    if other_flops > 0:
-        parts.append(other_flops / _best_rate(device.vector_peak(cost.dtype)))
+    if cost.macs:
+        parts.append(cost.product_flops / _best_rate(peak_of(cost, device, switches)))
+    if cost.other_flops > 0:
+        parts.append(cost.other_flops / _best_rate(device.vector_peak(cost.dtype)))
     return max(parts)
 
 

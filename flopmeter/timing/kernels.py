@@ -42,7 +42,7 @@ def price(
     if isinstance(work, ConvolutionWork) and peak.unit == "matrix":
         found = device.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
         busy = with_conversions(busy, cost, work, device, found.sustained_flop_per_s)
-    floor = (2 * work.macs - cost.masked_flops) / max(peak.flop_per_s, peak.sustained_flop_per_s)
+    floor = cost.product_flops / max(peak.flop_per_s, peak.sustained_flop_per_s)
     compute = max(busy.compute_seconds, floor) + other  # other warps load meanwhile
     together = overlap(compute, busy.memory_seconds, constants.VECTOR_OVERLAP)
     busy = busy._replace(compute_seconds=compute, work_seconds=max(busy.work_seconds, together))

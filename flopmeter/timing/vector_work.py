@@ -33,8 +33,9 @@ from flopmeter.timing.matmul import Busy, overlap
 
 
 def arithmetic_seconds(cost: Cost, hardware: Hardware) -> float:
-    """Seconds of all work but matmuls, on the vector units; another unit converts at the same time."""
-    flops, started = cost.flops - 2 * cost.macs, 0.0
+    """Seconds of all work but matmuls and what comes between those of attention, on the vector units; another unit
+    converts at the same time."""
+    flops, started = cost.other_flops - cost.flops_on_scores, 0.0
     if cost.op_class == ELEMENTWISE and cost.access != "fused":
         if isinstance(cost.work, VectorWork) and cost.work.instructions:
             filled = constants.ISSUED_SHARE_OF_FUNCTIONS if has_few_lanes(hardware) else 1.0

@@ -114,7 +114,7 @@ class Arrivals:
             elif isinstance(value, (list, tuple)):
                 key.append(len(value))
                 self._describe(value, arrival, born, key)
-            elif isinstance(value, (bool, float)):  # 1, 1.0 and True hash alike, but make other dtypes
+            elif isinstance(value, (bool, float, complex)):  # 1, 1.0, 1+0j and True hash alike, but make other dtypes
                 key.append((type(value), value))
             else:
                 key.append(value)

@@ -165,7 +165,7 @@ def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
         return f"odd width{f' {width}' if width else ''}: rows are aligned to {alignment} bytes, not 16"
     if few_tiles:
         return few_tiles
-    share = percent_of(2 * cost.macs - cost.masked_flops, timing.seconds * peak.flop_per_s) / 100
+    share = percent_of(cost.product_flops, timing.seconds * peak.flop_per_s) / 100
     return f"at {percent(share)} % of the peak" + (", as such kernels get" if share > NEAR_PEAK else "")
 
 
