@@ -157,6 +157,19 @@ def test_parameters_and_buffers_that_no_op_touches_count():
     assert memory_when(model, x).at_peak["parameters"] == (100 + 100 + 7) * FLOAT
 
 
+def test_an_average_of_weights_that_never_runs_is_parameters():
+    """As torch's AveragedModel, whose weights each step reads and writes without calling it."""
+    model, average = nn.Linear(50, 50, device="meta"), nn.Linear(50, 50, device="meta")
+
+    def program():
+        model(torch.empty(10, 50, device="meta"))
+        for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+            mean.detach().lerp_(weight.detach(), 0.01)
+
+    weights = 50 * 50 + 50
+    assert memory_when(program).at_peak["parameters"] == 2 * weights * FLOAT
+
+
 def test_a_module_may_have_an_attribute_named_as_one_of_torchs_methods():
     """Megatron-LM's DistributedDataParallel keeps its gradients in a list named `buffers`."""
 

@@ -6,7 +6,9 @@ import sys
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from flopmeter.report.advice.passes import differentiates_gradients
 from flopmeter.trace.recorder import Recorder
 
 
@@ -143,3 +145,60 @@ def test_a_shared_module_belongs_to_the_layer_that_calls_it_also_after_one_whose
     with Recorder() as recorder:
         found = paths(recorder, caller, layers[10], layers[1], layers[10])
     assert found == [f"Caller.parts.{number}.activation" for number in (10, 1, 10)]
+
+
+class TrainsInItsForward(nn.Module):
+    """A trainer that is a module, whose call holds whole steps."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def forward(self, x):
+        for _ in range(2):
+            self.net(x).sum().backward()
+        self.optimizer.step()
+
+
+def trained(net, trainer):
+    """The ops of a trainer's call, with the phase and the module of each; and the trace."""
+    with Recorder() as recorder:
+        net.to("meta")
+        trainer(net)(torch.empty(8, 4, device="meta"))
+    return [(op.call.name, op.phase, op.module) for op in recorder.trace.ops], recorder.trace
+
+
+def test_a_backward_pass_inside_of_a_module_belongs_to_the_modules_of_its_forward_pass():
+    """Each layer has two products in the backward pass, but for the first one, whose input wants no gradient."""
+    ops, _ = trained(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), TrainsInItsForward)
+    products = [module for name, phase, module in ops if name == "mm" and phase == "backward"]
+    last, first = "TrainsInItsForward.net.1", "TrainsInItsForward.net.0"
+    assert products == 2 * [last, last, first]
+
+
+def test_a_step_inside_of_a_module_is_the_optimizers():
+    ops, _ = trained(nn.Linear(4, 4), TrainsInItsForward)
+    assert ops[-1] == ("add_", "optimizer", "")
+
+
+def test_gradients_that_grow_inside_of_a_module_are_told_from_gradients_of_gradients():
+    """Two backward passes over a weight and a bias: two gradients are made, and two are added to."""
+    ops, trace = trained(nn.Linear(4, 4), TrainsInItsForward)
+    assert len(trace.accumulations) == 4
+    assert [ops[each.op][0] for each in trace.accumulations[2:]] == ["add_", "add_"]
+    assert not differentiates_gradients(trace)
+
+
+def test_a_checkpoint_inside_of_such_a_module_still_computes_its_own_part_again():
+    class Checkpointed(nn.Module):
+        def __init__(self, part):
+            super().__init__()
+            self.part = part
+
+        def forward(self, x):
+            return checkpoint(self.part, x, use_reentrant=False)
+
+    ops, _ = trained(Checkpointed(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), TrainsInItsForward)
+    again = [module for name, phase, module in ops if name == "addmm" and phase == "recompute"]
+    assert again == 2 * ["TrainsInItsForward.net.part.0"]

@@ -512,6 +512,30 @@ def test_a_batch_that_a_thread_pins_waits_until_the_compiler_has_traced():
         assert [batch.is_pinned() for batch in pinned] == [True]
 
 
+class Doubled(Dataset):
+    """Each sample takes the host an op."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(64).mul(2)
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_a_batch_is_a_batch_whether_it_is_pinned_or_not(pins):
+    """Processes of the loader could make it in either case."""
+    with flopmeter.cuda(A100) as device:
+        net = nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for batch in DataLoader(Doubled(), batch_size=64, pin_memory=pins):
+            net(batch.cuda(non_blocking=True)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (told,) = [each for each in device.report().step.advice if "on tensors of its own" in each.what]
+    assert told.remedy.startswith("DataLoader(num_workers")
+
+
 def test_memory_may_be_asked_for_pinned():
     with flopmeter.cuda(A100):
         assert torch.empty(4, pin_memory=True).is_pinned()

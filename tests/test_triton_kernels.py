@@ -733,6 +733,16 @@ def test_loops_over_loaded_lengths_are_uncounted_by_name(kernels):
 
 
 @needs_triton
+def test_what_is_uncounted_for_one_reason_is_said_once(kernels):
+    """Triton compiles a kernel for each size of block that it is called with."""
+    x, lengths, out = meta(99, 64, dtype=torch.float32), meta(4, dtype=torch.int32), meta(4, 64, dtype=torch.float32)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        for block in (32, 64):
+            kernels.ragged[(4,)](x, lengths, out, BLOCK=block)
+    assert sum("the Triton kernel ragged" in note for note in meter.report().notes) == 1
+
+
+@needs_triton
 def test_a_kernel_that_branches_on_a_value_in_memory_goes_the_longer_way_and_its_report_says_so(kernels):
     x, limit, out = meta(256, dtype=torch.float32), meta(1, dtype=torch.float32), meta(256, dtype=torch.float32)
     with FlopMeter("h100-sxm5-80gb") as meter:

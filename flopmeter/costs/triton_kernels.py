@@ -88,7 +88,7 @@ def uncounted_notes(kernels: Iterable[Kernel]) -> list[str]:
     """For each Triton kernel that is not counted: why."""
     bodies = dict.fromkeys(body for kernel in kernels if isinstance(body := kernel.op.call.body, TritonBody))
     reasons = ((body.kernel, why_uncounted(body)) for body in bodies)
-    return [f"uncounted: the Triton kernel {name}, for {why}" for name, why in reasons if why]
+    return list(dict.fromkeys(f"uncounted: the Triton kernel {name}, for {why}" for name, why in reasons if why))
 
 
 def _touched(call: Call, body: TritonBody) -> tuple[int | None, int | None]:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
-from flopmeter.known_values.values import address, no_modes
+from flopmeter.known_values.values import address
 from flopmeter.run.device_arguments import functions_with_device
 from flopmeter.run.moved_in_place import parameters_keep_identity, script_to, set_data
 from flopmeter.run.named_types import META, CudaDevice, DefaultType, LegacyType, device_type, generator_type
@@ -326,8 +326,7 @@ class NamedCuda:
                 raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
             if self._pinned.has(tensor):
                 return tensor
-            with no_modes():
-                pinned = tensor.clone(memory_format=torch.preserve_format)
+            pinned = tensor.clone(memory_format=torch.preserve_format)
             self._pinned.add(pinned)
             return pinned.requires_grad_(tensor.requires_grad)
 

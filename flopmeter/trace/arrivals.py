@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import Parameter
 
 from flopmeter.records import BEFORE, Call, FlexBody, TritonBody
 from flopmeter.records.memory_format import torch_strides
-from flopmeter.trace.attribution import StorageNumber
 from flopmeter.trace.handling import Handling
 from flopmeter.trace.process_groups import ProcessGroups
 from flopmeter.trace.result_cache import ResultMaker
+from flopmeter.trace.storages import Storages
 from flopmeter.trace.tensor_specs import hashable, unstrided_spec
 
 
@@ -49,11 +50,12 @@ class Arrival:
 class Arrivals:
     """Makes a key of each call, by which it finds what is known of calls like it.
 
-    `number` numbers storages; `has_host`: what the program computes on the CPU costs the same at any place in memory.
+    `storages` numbers storages; `has_host`: what the program computes on the CPU costs the same at any place in memory.
     """
 
-    def __init__(self, number: StorageNumber, groups: ProcessGroups, has_host: bool) -> None:
-        self._number, self._groups, self._has_host = number, groups, has_host
+    def __init__(self, storages: Storages, groups: ProcessGroups, has_host: bool) -> None:
+        self._number, self._note_role = storages.number, storages.note_number
+        self._groups, self._has_host = groups, has_host
         self._known: dict[Any, KnownCall] = {}
 
     def meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handling: Handling) -> Arrival:
@@ -105,7 +107,10 @@ class Arrivals:
         for value in values:
             if isinstance(value, Tensor):
                 tensors.append(value)
-                local = numbers.setdefault(self._number(value, born, addresses), len(numbers))
+                number = self._number(value, born, addresses)
+                local = numbers.setdefault(number, len(numbers))
+                if type(value) is Parameter:  # of a module that never runs too, such as an average of weights
+                    self._note_role(number, "parameters")
                 if value.layout is torch.strided and not value.is_nested:
                     offset = 0 if self._has_host and value.is_cpu else value.storage_offset()
                     key.append((value.shape, torch_strides(value), value.dtype, local, offset, value.device))

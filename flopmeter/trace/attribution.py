@@ -23,8 +23,9 @@ class Attribution:
 
     def __init__(self, trace: Trace, modules: ModulePaths, number: StorageNumber) -> None:
         self._trace, self._modules, self._number = trace, modules, number
-        # Optimizer steps that run, by the backward pass that each was called in; None: a closure that a step calls.
-        self._steps: list[int | None] = []
+        # Optimizer steps that run, by the backward pass that each was called in and how many modules ran around it;
+        # None: a closure that a step calls.
+        self._steps: list[tuple[int, int] | None] = []
         self._creates_graph: tuple[int, bool] = (-1, False)  # of the last backward pass seen
         self._nodes = 0  # of autograd, when a backward pass or an optimizer's step began last
         self._compiled_region: Callable[[], int | None] | None = None  # None: nothing is compiled
@@ -39,7 +40,7 @@ class Attribution:
 
     def enter_step(self) -> None:
         """An optimizer begins its step. What a checkpoint recorded when it ran again was for the pass before."""
-        self._steps.append(graph_task())
+        self._steps.append((graph_task(), self._modules.depth))
         self.begin()
 
     def leave_step(self) -> None:
@@ -62,7 +63,7 @@ class Attribution:
 
     def is_in_step(self) -> bool:
         """Whether an optimizer makes its step now, outside of its closure and of any module that it calls."""
-        return bool(self._steps) and self._steps[-1] == graph_task() and not self._modules.path
+        return bool(self._steps) and self._steps[-1] == (graph_task(), self._modules.depth)
 
     def phase_and_module(self) -> tuple[Phase, str]:
         """The phase, and the path of the module that the op belongs to."""
@@ -101,7 +102,7 @@ class Attribution:
         return bool(self._modules.path) or (self._compiled_region is not None and self._compiled_region() is not None)
 
     def _path_in_backward(self) -> str:
-        if self._modules.path:
+        if self._modules.was_entered_in(graph_task()):  # a checkpoint computes it again
             return self._modules.path
         node, ops = autograd_node(), self._trace.ops
         if isinstance(node, AccumulateGrad):

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from flopmeter.torch_names.private import COMPILED_MODULE, is_compiled_backward, next_node_number
+from flopmeter.torch_names.private import COMPILED_MODULE, graph_task, is_compiled_backward, next_node_number
 
 
 class ModulePaths:
@@ -34,6 +34,7 @@ class ModulePaths:
         self.first_missed = ""  # the class of the outermost of them
         self._thread = threading.get_ident()
         self._stack: list[tuple[str, nn.Module]] = []
+        self._entered: list[int] = []  # the backward pass in which each of them was called; -1: in none
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # id -> last path
         self._below: dict[int, tuple[weakref.ref[nn.Module], dict[int, str]]] = {}  # id -> names of those below, by id
         self._roots: dict[str, int] = {}  # class name -> how many outermost modules have it
@@ -55,12 +56,22 @@ class ModulePaths:
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
         self._stack.clear()
+        self._entered.clear()
         self.path = ""
 
     @property
     def outermost(self) -> nn.Module | None:
         """The outermost module whose forward runs."""
         return self._stack[0][1] if self._stack else None
+
+    @property
+    def depth(self) -> int:
+        """How many modules run, one in the other."""
+        return len(self._stack)
+
+    def was_entered_in(self, backward_pass: int) -> bool:
+        """Whether the innermost module that runs was called in that backward pass, rather than around it."""
+        return bool(self._entered) and self._entered[-1] == backward_pass
 
     def path_of_node(self, node: Any) -> str | None:
         """The path of the module whose forward made the autograd node. None for a gradient accumulation, which
@@ -81,12 +92,14 @@ class ModulePaths:
         self.calls += 1
         self.path = self.path_of(module)
         self._stack.append((self.path, module))
+        self._entered.append(graph_task())
         self._log()
 
     def _leave_module(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         # A module whose own pre-hook raised never got onto the stack.
         if self._stack and self._stack[-1][1] is module and self._is_on():
             self._stack.pop()
+            self._entered.pop()
             self.path = self._stack[-1][0] if self._stack else ""
             self._log()
             if not self._stack:

@@ -97,7 +97,8 @@ class Recorder(TorchDispatchMode):
         self._cells: Mapping[int, Any] = values.values.cells if values else {}  # what values are known of
         self._handlings = Handlings(values)
         self._groups = ProcessGroups()
-        self._arrivals = Arrivals(self._number, self._groups, has_host=shapes_only is not None)  # a script has a host
+        has_host = shapes_only is not None  # a script has one
+        self._arrivals = Arrivals(self._storages, self._groups, has_host=has_host)
         self._listener = streams.Listener(self.trace, self._groups.op_of, self._storages.resize)
         self.kept_by: dict[int, str] = {}  # by storage: the module path of the compiled graph that returned it
         self._depth = 0

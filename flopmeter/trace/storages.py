@@ -74,7 +74,11 @@ class Storages:
 
     def note(self, tensor: Tensor, role: StorageRole) -> None:
         """Set the role of the tensor's storage, unless it has one."""
-        storage = self._found[self.number(tensor, BEFORE, [])]
+        self.note_number(self.number(tensor, BEFORE, []), role)
+
+    def note_number(self, number: int, role: StorageRole) -> None:
+        """Set the role of the storage with that number, unless it has one."""
+        storage = self._found[number]
         if storage.role is None:
             storage.role = role
 
