@@ -137,6 +137,27 @@ def test_depthwise_gradients_take_about_as_long_as_on_an_h100(name):
     assert meter.report().kernel_seconds * 1e6 == pytest.approx(microseconds, rel=0.25)
 
 
+DEPTHWISE_FP32 = {
+    "3 x 3": ("h100-sxm5-80gb", 472.4, (128, 96, 112, 112), 3),
+    "5 x 5": ("h100-sxm5-80gb", 120.8, (128, 672, 14, 14), 5),
+    "7 x 7": ("h100-sxm5-80gb", 476.3, (64, 128, 56, 56), 7),
+    "3 x 3, on an H200": ("h200-sxm-141gb", 161.2, (128, 144, 56, 56), 3),
+    "5 x 5, on an H200": ("h200-sxm-141gb", 23.9, (32, 480, 14, 14), 5),
+    "7 x 7, on an H200": ("h200-sxm-141gb", 97.4, (64, 384, 14, 14), 7),
+}
+
+
+@pytest.mark.parametrize("name", DEPTHWISE_FP32)
+def test_depthwise_filters_in_fp32_and_channels_last_run_by_a_kernel_that_is_not_specialized(name):
+    """`conv2d_c1_k1_nhwc`, which takes 1.4 to 2.5 times as long as the one in 16 bits."""
+    device, microseconds, images, side = DEPTHWISE_FP32[name]
+    x = tensor(images, torch.float32, channels_last=True)
+    weight = tensor((images[1], 1, side, side), torch.float32)
+    with torch.no_grad(), FlopMeter(device) as meter:
+        nn.functional.conv2d(x, weight, padding=side // 2, groups=images[1])
+    assert meter.report().kernel_seconds * 1e6 == pytest.approx(microseconds, rel=0.2)
+
+
 # Microseconds of both gradients and of their kernels' sums, in channels-last (h100_kernels_conv): `sm90_xmma_dgrad` and
 # `sm90_xmma_wgrad_indexed` with tiles of 64 x 64 to 256 x 128.
 DENSE_GRADIENTS = {

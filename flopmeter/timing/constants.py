@@ -208,10 +208,11 @@ PIXEL_LOAD_CYCLES = {"output": 1.9, "filter gradient": 0.9, "input gradient": 1.
 # Share of the fp32 vector peak that depthwise convolutions reach; they do not use matrix units. In channels-last they
 # are bound by memory up to a side of 7 (.25 and above are equally good on [timm]). For longer sides cuDNN has no such
 # kernel and takes a slow one (from one network, ConvMixer-1536/20 with a side of 9: .010 to .014).
-# The gradient of the input takes 2.4 to 2.9 times as long there, with filters of 5 and 7 (H100, torch 2.11, 2026-11:
-# validation/traces).
+# The gradient of the input takes 2.4 to 2.9 times as long there, with filters of 5 and 7, and so does all in fp32, for
+# which cuDNN has no specialized kernel: six calls with filters of 3, 5 and 7 reach .07 to .105 (H100 and H200, torch
+# 2.11, 2026-11: validation/traces).
 DEPTHWISE_SHARE = 0.06
-DEPTHWISE_SHARE_OF_INPUT_GRADIENT = 0.09
+DEPTHWISE_SHARE_UNSPECIALIZED = 0.09
 DEPTHWISE_SHARE_CHANNELS_LAST = 0.25
 DEPTHWISE_MOST_SIDE = 7
 DEPTHWISE_SHARE_LARGE = 0.012

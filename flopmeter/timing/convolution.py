@@ -217,14 +217,15 @@ def is_depthwise(shape: Convolution, implicit: Matmul) -> bool:
 
 
 def depthwise(
-    shape: Convolution, implicit: Matmul, moved: MatmulBytes, hardware: Hardware, bytes_per_s: float, *, is_fp16: bool
+    shape: Convolution, implicit: Matmul, moved: MatmulBytes, hardware: Hardware, bytes_per_s: float, dtype: str
 ) -> Busy:
     """Each output reads its window: far below the vector peak, or bound by memory."""
-    if hardware.vendor == "nvidia" and not shape.channels_last and not is_fp16:
+    if hardware.vendor == "nvidia" and not shape.channels_last and dtype != "fp16":
         compute = integer_seconds(_depthwise_operations(shape, implicit), hardware)
     else:
         visits = _depthwise_elements(shape, implicit) * prod(shape.kernel)
-        compute = 2 * visits / (hardware.vector_peak("fp32").flop_per_s * depthwise_share(shape))
+        share = depthwise_share(shape, in_16_bits=item_bytes_of(dtype) == 2)
+        compute = 2 * visits / (hardware.vector_peak("fp32").flop_per_s * share)
     memory = moved.memory_bytes / bytes_per_s
     return Busy(compute, memory, max(compute, memory))
 
@@ -251,14 +252,15 @@ def _depthwise_operations(shape: Convolution, implicit: Matmul) -> int:
     return of_element * _depthwise_elements(shape, implicit)
 
 
-def depthwise_share(shape: Convolution) -> float:
+def depthwise_share(shape: Convolution, *, in_16_bits: bool = True) -> float:
     """The share of the vector peak: in channels-last neighbouring threads read neighbouring channels."""
     if not shape.channels_last:
         return constants.DEPTHWISE_SHARE
     if max(shape.kernel) > constants.DEPTHWISE_MOST_SIDE:
         return constants.DEPTHWISE_SHARE_LARGE
-    is_input_gradient = shape.computes == "input gradient"
-    return constants.DEPTHWISE_SHARE_OF_INPUT_GRADIENT if is_input_gradient else constants.DEPTHWISE_SHARE_CHANNELS_LAST
+    if shape.computes == "input gradient" or not in_16_bits:
+        return constants.DEPTHWISE_SHARE_UNSPECIALIZED
+    return constants.DEPTHWISE_SHARE_CHANNELS_LAST
 
 
 def channel_share(shape: Convolution) -> float:

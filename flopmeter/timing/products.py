@@ -142,7 +142,7 @@ def _convolution(
 ) -> tuple[Busy, str]:
     implicit, shape = work.implicit, work.shape
     if is_depthwise(shape, implicit):
-        busy = depthwise(shape, implicit, moved, hardware, rates.bytes_per_s, is_fp16=cost.dtype == "fp16")
+        busy = depthwise(shape, implicit, moved, hardware, rates.bytes_per_s, cost.dtype)
         return busy, "depthwise convolution"
     if shape.channels * moved.item_bytes < constants.CONVOLUTION_DEPTH_BYTES and implicit.batch == 1:
         # Registers bound these at the boost clock; at half the FLOPs, the power limit leaves more of the clock.
