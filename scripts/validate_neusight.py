@@ -95,10 +95,10 @@ def operator_report(line: Line, program: Program, device: Hardware) -> Report:
 
 @contextmanager
 def kernels_of_torch_2_1() -> Iterator[None]:
-    """What NeuSight measured has no kernels of softmax that keep rows of over 1,024 elements in registers, and more
-    registers in those of layer norm (as the library of torch 2.1 for CUDA 12.1 states them)."""
+    """What NeuSight measured has no kernels of softmax that keep rows of over 1,024 elements in registers, others for
+    longer rows, and more registers in those of layer norm (as the library of torch 2.1 for CUDA 12.1 states them)."""
     newer = softmax.FORWARD, softmax.FORWARD_LOG
-    older = (kernels._replace(longest_in_warp=1024, longest_in_block=0) for kernels in newer)
+    older = (each._replace(longest_in_warp=1024, longest_in_block=0, loop_instructions=0) for each in newer)
     layer_norm = normalization.LAYER_NORM_FP32
     softmax.FORWARD, softmax.FORWARD_LOG = older
     normalization.LAYER_NORM_FP32 = layer_norm._replace(registers=((60, 44), (70, 40), (80, 38)))

@@ -111,6 +111,7 @@ WALKS = {
     },
     "statistics": {"_batch_norm_with_update", "batch_norm_backward"},
 }  # fmt: skip
+OF_LISTS = ("_foreach_", "_fused_ad", "_fused_sgd", "_amp_foreach_")  # whose blocks walk chunks
 # Whole rows that are looked up are not walked as single elements are. Copies do where the order changes; a batch norm
 # has statistics to take in training alone. What sorts has kernels of several sorts, most of which walk in order.
 WALKS_IN_SEVERAL_WAYS = {
@@ -130,7 +131,8 @@ def test_windows_gathers_scatters_and_channels_are_walked_as_such_and_all_else_i
         name = call.name if call.name in ways else call.name.removesuffix("_")
         if call.name in WALKS_IN_SEVERAL_WAYS:
             return None
-        return {cost.access for cost in costs_of(call) if cost.access} <= {ways.get(name)} and (
+        way = "chunks" if name.startswith(OF_LISTS) else ways.get(name)
+        return {cost.access for cost in costs_of(call) if cost.access} <= {way} and (
             name not in ways or any(cost.access for cost in costs_of(call))
         )
 

@@ -147,15 +147,15 @@ def test_the_host_waits_for_what_it_must_know():
 
 def test_a_softmax_reads_rows_again_that_do_not_fit_in_registers():
     """SoftMax.cu keeps rows up to 2,048 in the registers of a warp, and up to 9,216 in those of a block; longer ones it
-    reads three times, in loads of 16 B. Its block doubles while it is below half of the loads of a row, of which it
-    takes at most 1,024."""
+    reads three times, in loads of 16 B. Backward a block doubles while it is below half of the loads of a row, of which
+    it takes at most 1,024."""
     (held,) = cost_of(lambda: aten._softmax(T(6, 1024), -1, False)).work.rereads
     assert held[:4] == (0, 6, 1024 * F32_BYTES, 32)  # by one warp (PersistentSoftmax.cuh)
     (held,) = cost_of(lambda: aten._softmax(T(6, 9216), -1, False)).work.rereads
     assert held[:4] == (0, 6, 9216 * F32_BYTES, 1024)
     (again,) = cost_of(lambda: aten._softmax(T(6, 9217), -1, False)).work.rereads
-    assert again[:4] == (2 * 6 * 9217 * F32_BYTES, 6, 9217 * F32_BYTES, 512)
-    (again,) = cost_of(lambda: aten._softmax(T(6, 2**20), -1, False)).work.rereads
+    assert again[:4] == (2 * 6 * 9217 * F32_BYTES, 6, 9217 * F32_BYTES, 1024)
+    again, _ = cost_of(lambda: aten._softmax_backward_data(T(6, 2**20), T(6, 2**20), -1, torch.float32)).work.rereads
     assert again.threads == 512
     backward = cost_of(lambda: aten._softmax_backward_data(T(6, 2048), T(6, 2048), -1, torch.float32))
     again, product = backward.work.rereads

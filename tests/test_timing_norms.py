@@ -196,6 +196,26 @@ def test_a_softmax_takes_about_what_was_measured(device, shape, dtype, microseco
     assert timing.seconds * 1e6 == pytest.approx(microseconds, rel=0.2)
 
 
+LOG_SOFTMAX = [
+    (H100, (16384, 50304), BF16, 1498.8),  # rows in flight fill half of the L2 cache
+    (H100, (16384, 50304), FP32, 4291.0),
+    (H100, (16384, 50257), BF16, 1412.3),
+    (H100, (8192, 32000), FP32, 1301.6),
+    (H100, (4096, 128256), BF16, 1378.6),  # each pass from memory
+    (H200, (8192, 50265), BF16, 541.7),
+    (H200, (8192, 50265), FP32, 1480.3),
+    (H200, (2048, 151936), BF16, 607.2),
+]
+
+
+@pytest.mark.parametrize(("device", "shape", "dtype", "microseconds"), LOG_SOFTMAX)
+def test_the_logarithms_of_a_loss_take_about_what_was_measured(device, shape, dtype, microseconds):
+    """Blocks of 1,024 threads walk their rows three times."""
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    timing = last(lambda: aten._log_softmax(x, -1, False), device)
+    assert timing.seconds * 1e6 == pytest.approx(microseconds, rel=0.15)
+
+
 def test_a_logarithm_spares_the_division_of_each_element():
     x = torch.empty(1_000_000, 32, dtype=BF16, device="meta")
     plain, log = (last(lambda op=op: op(x, -1, False)).seconds for op in (aten._softmax, aten._log_softmax))

@@ -172,13 +172,16 @@ def sm_seconds(cycles: float, hardware: Hardware) -> float:
 
 
 def miss_share(reread: Reread, hardware: Hardware) -> float:
-    """The share of second reads that miss the L2 cache: it grows with the part that the rows in flight fill."""
+    """The share of second reads that miss the L2 cache: it grows with the part that the rows in flight fill. Of a cache
+    in two parts, which keep what the other part holds once more, half is as good as all."""
     cache = hardware.l2_cache_bytes
     if not cache:
         return 1.0
     in_flight = min(reread.rows, rows_in_flight(reread, hardware)) * reread.row_bytes
     if reread.is_kernel:
         in_flight = reread.nbytes
+    if hardware.compute_capability in constants.CACHES_IN_TWO_PARTS:
+        return float(in_flight > constants.HELD_SHARE_OF_TWO_PARTS * cache)
     return min(1.0, max(0.0, in_flight / cache - constants.CACHE_SHARE_WITHOUT_MISSES))
 
 

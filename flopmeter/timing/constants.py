@@ -319,6 +319,12 @@ LEAST_BLOCK_THREADS = 128  # of torch's kernels: a block holds several rows of f
 # when the rows are 1.3 times as large as the cache: addresses are hashed over slices, and rows of other blocks evict
 # them. Fitted on [NeuSight]: .3 on all its devices.
 CACHE_SHARE_WITHOUT_MISSES = 0.3
+# From the A100 on data-centre parts have an L2 cache of two parts, of which each keeps what its own SMs read (NVIDIA
+# A100 whitepaper, 'A100 L2 Cache'). Rows are read again from there up to this share of both, and not beyond it:
+# logarithms of softmax over 32,000 to 151,936 numbers on an H100 and an H200 (torch 2.11, 2026-11:
+# validation/traces).
+CACHES_IN_TWO_PARTS = {(8, 0), (9, 0), (10, 0), (10, 3)}
+HELD_SHARE_OF_TWO_PARTS = 0.55
 
 # What a kernel before has left in the L2 cache is gone when this many times the cache has passed it beyond the share
 # above. Additions in fp16 on A100 and A40 [vidur]: 1 to 2 are alike.

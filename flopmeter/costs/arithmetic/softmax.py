@@ -21,6 +21,7 @@ from flopmeter.torch_names.operators import aten
 
 MOST_THREADS = 1024  # of a block
 WIDE_ROWS = 64  # several threads share rows of this many elements if no more rows lie side by side
+NARROW_INSTRUCTIONS = 2  # more in those loops on an element of two bytes
 NARROW_OPERATIONS = 24  # more on an element of two bytes, which are converted to fp32 and back
 # Two numbers of each thread are combined with those of other lanes in five steps of a shuffle, which counts as four
 # operations (an SM does them for 32 threads in a cycle, arithmetic for 128), and an addition.
@@ -40,13 +41,18 @@ class _Kernels(NamedTuple):
     longest_in_warp: int
     longest_in_block: int  # whose registers hold it; 0: there is no such kernel
     element_operations: int  # of a warp's thread, in fp32
+    # Of a thread on an element of a row that it walks, in fp32; such blocks have as many threads as there may be. 0:
+    # they were not counted, and blocks have half as many threads as a long row has loads.
+    loop_instructions: float = 0.0
 
 
 # Set on rows of 32 to 1,024 elements in bf16 and fp32 (H100 SXM, torch 2.11, 2026-11: validation/traces,
 # h100_kernels_norm), those of a block on rows of 4,096, and fp32 also on an A100, which a thousand elements keep at its
 # memory's rate ([NeuSight]). torch 2.1 had other kernels for rows of more than 1,024.
-FORWARD = _Kernels(2, 2048, 9216, 24)
-FORWARD_LOG = FORWARD._replace(element_operations=12)  # no division
+# Loops: as in the machine code of torch 2.15 for compute capability 9.0 (cunn_SoftMaxForward), 334 and 158
+# instructions for eight elements of bf16, 162 and 70 for four of fp32.
+FORWARD = _Kernels(2, 2048, 9216, 24, 40.5)
+FORWARD_LOG = FORWARD._replace(element_operations=12, loop_instructions=17.5)  # no division
 BACKWARD = _Kernels(1, 1024, 0, 8)  # no exponential
 BACKWARD_LOG = BACKWARD._replace(element_operations=12)
 
@@ -111,11 +117,17 @@ def _threads(call: Call, x: TensorSpec, kernels: _Kernels) -> tuple[tuple[Reread
         return (Reread(0, rows, row_bytes, threads, combining, 1, element_operations=elements),), None
     if columns <= kernels.longest_in_block:
         return (_in_registers(columns, rows, row_bytes, 2 * combining),), None
-    loads = min(MOST_THREADS, row_bytes // LOAD_BYTES)
-    threads = max(WARP_THREADS, power_of_two_up_to(loads - 1))  # in [loads / 2, loads)
+    threads = MOST_THREADS
+    if not kernels.loop_instructions:
+        loads = min(MOST_THREADS, row_bytes // LOAD_BYTES)
+        threads = max(WARP_THREADS, power_of_two_up_to(loads - 1))  # in [loads / 2, loads)
     accesses = (1 + kernels.passes) * ceil(row_bytes / (threads * LOAD_BYTES))
     # On AMD a full block, as a trace on an MI300X shows (AMD-AGI/TraceLens).
-    return (Reread(again, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, MOST_THREADS),), None
+    row = Reread(again, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, MOST_THREADS)
+    if kernels.loop_instructions:
+        of_element = kernels.loop_instructions + (NARROW_INSTRUCTIONS if narrow else 0)
+        row = row._replace(element_operations=ceil(of_element * columns / threads))
+    return (row,), None
 
 
 def _in_registers(columns: int, rows: int, row_bytes: int, combining: int) -> Reread:
