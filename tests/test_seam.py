@@ -81,6 +81,7 @@ def odds_and_ends() -> None:
     """What single ops have: steps that wait, lists of indices, host links, sparse tensors, groups."""
     images = meta(2, 4, 64, 64)
     F.interpolate(images, scale_factor=2, mode="bilinear")
+    F.interpolate(meta(2, 4, 8, 8, dtype=BF16).requires_grad_(), scale_factor=2, mode="bilinear").sum().backward()
     nn.BatchNorm2d(4, device="meta").eval()(images.to(memory_format=torch.channels_last))
     meta(64, 8192).softmax(-1)
     F.layer_norm(meta(8, 64), [64])

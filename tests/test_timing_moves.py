@@ -1,4 +1,5 @@
-"""Kernels that move data or draw numbers, against what an H100 took (torch 2.11, 2026-11, validation/traces)."""
+"""Kernels that move data or draw numbers, against what an H100 or an H200 took (torch 2.11, 2026-11,
+validation/traces)."""
 
 from __future__ import annotations
 
@@ -46,7 +47,21 @@ MEASURED = {
     "log softmax over 150 channels": (271.6, lambda: meta(4, 150, 256, 256).log_softmax(1)),
     "log softmax over 21 channels": (58.5, lambda: meta(8, 21, 256, 256).log_softmax(1)),
     "log softmax over two channels, fp16": (6.1, lambda: meta(8, 2, 256, 256, dtype=torch.float16).log_softmax(1)),
+    "lower triangle, bf16": (124.9, lambda: meta(16384, 3072, dtype=BF16).tril()),
+    "from right to left, bf16": (128.7, lambda: meta(16384, 3072, dtype=BF16).flip(1)),
+    "integers of a wide range": (68.1, lambda: torch.randint(2**30, (10_000_000,), device="meta")),
+    "a tenth of these": (9.6, lambda: torch.randint(2**30, (1_000_000,), device="meta")),
+    # Without the maximum's kernel, which torch 2.12 joins to the minimum's.
+    "one of a vocabulary for each of 64 rows": (150.0 - 11.2, lambda: meta(64, 128_256).multinomial(1)),
+    "one of 1024": (43.4 - 7.8, lambda: meta(64, 1024).multinomial(1)),
     "addition, bf16": (131.4, lambda: meta(BIG, dtype=BF16).add(meta(BIG, dtype=BF16))),
+}
+
+
+MEASURED_ON_AN_H200 = {
+    "lower triangle, bf16": (63.6, lambda: meta(6000, 5120, dtype=BF16).tril()),
+    "from bottom to top, bf16": (73.8, lambda: meta(6000, 5120, dtype=BF16).flip(0)),
+    "integers of a wide range": (23.0, lambda: torch.randint(2**30, (3_000_000,), device="meta")),
 }
 
 
@@ -63,6 +78,30 @@ def seconds(program, hardware="h100-sxm5-80gb"):
 def test_a_kernel_takes_about_as_long_as_on_an_h100(name):
     microseconds, program = MEASURED[name]
     assert seconds(program) * 1e6 == pytest.approx(microseconds, rel=0.2)
+
+
+@pytest.mark.parametrize("name", MEASURED_ON_AN_H200)
+def test_a_kernel_takes_about_as_long_as_on_an_h200(name):
+    microseconds, program = MEASURED_ON_AN_H200[name]
+    assert seconds(program, "h200-sxm-141gb") * 1e6 == pytest.approx(microseconds, rel=0.2)
+
+
+@pytest.mark.parametrize("bounds", [(0, 2**28), (-(2**27), 2**27)])
+def test_a_range_of_2_to_the_28_takes_random_numbers_of_64_bits(bounds):
+    """`random_from_to` in DistributionTemplates.h: half as many numbers of each draw, and remainders of 64 bits."""
+    low, high = bounds
+
+    def drawn(first):
+        return seconds(lambda: torch.randint(first, high, (10_000_000,), device="meta"))
+
+    assert drawn(low) > 1.5 * drawn(low + 1)
+
+
+def test_a_triangle_in_place_writes_only_the_zeros():
+    """And stores no neighbours one by one, as far as is known: 8·7/2 zeros of four bytes."""
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        meta(8, 8).tril_()
+    assert (meter.report().bytes_read, meter.report().bytes_written) == (0, 28 * 4)
 
 
 def test_a_roll_moves_its_tensor_once_for_each_dimension():

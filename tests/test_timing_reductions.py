@@ -46,6 +46,11 @@ MEASURED = {
     "mean of 49": (lambda: meta(256, 2048, 49, dtype=BF16).mean(2), 122.6),
     "sum of four": (lambda: meta(1_000_000, 4).sum(1), 27.7),
     "maxima of rows": (lambda: meta(8192, 8192, dtype=BF16).amax(1), 78.7),
+    "maxima of few columns": (lambda: meta(512, 512, dtype=BF16).amax(0), 36.3),
+    "maxima of few columns, fp32": (lambda: meta(512, 512).amax(0), 14.9),
+    "maxima of columns": (lambda: meta(4096, 14336, dtype=BF16).amax(0), 70.4),
+    "maxima of columns of images": (lambda: meta(64, 197, 768, dtype=BF16).amax(1), 17.9),
+    "maximum of all": (lambda: meta(100_000_000, dtype=BF16).amax(), 89.0),
     "maxima of 49": (lambda: meta(256, 2048, 49, dtype=BF16).amax(2), 167.3),
     "argmax": (lambda: meta(8192, 8192, dtype=BF16).argmax(1), 122.1),
     "argmax of a vocabulary": (lambda: meta(4096, 128_256, dtype=BF16).argmax(1), 526),
@@ -167,3 +172,10 @@ def test_the_gradient_of_a_convolutions_bias_takes_as_long_as_the_sum_that_it_is
     _, of_bias = last(lambda: out.backward(torch.empty_like(out)))
     _, of_sum = last(lambda: torch.empty_like(out).sum((0, 2, 3)))
     assert of_bias.seconds == of_sum.seconds == pytest.approx(6.1e-6, rel=0.35)
+
+
+def test_a_warp_has_one_of_the_four_schedulers_of_an_sm():
+    """However many of its instructions do not wait for each other ('NVIDIA H100 Tensor Core GPU Architecture')."""
+    sms = load_hardware(H100).sm_count
+    busy = [walked(sms, 32 * warps, chains=32, operations=100).busy for warps in (1, 2, 4, 8)]
+    assert busy == [0.25, 0.5, 1.0, 1.0]

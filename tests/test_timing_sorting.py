@@ -57,6 +57,8 @@ MEASURED = {
     "table of 32,000 rows": (373.2, H200, lambda: table_gradient(8192, 32000, 2048)),
     "bags of DLRM": (211.9, H100, lambda: bag_gradient(32768, 8192, 1_000_000, 64)),
     "bags of few rows": (138.0, H200, lambda: bag_gradient(50000, 12500, 1000, 512)),
+    "numbers counted": (31.4, H100, lambda: torch.bincount(ids(1_048_576), minlength=64)),
+    "a tenth of these counted": (13.8, H100, lambda: torch.bincount(ids(10_000), minlength=64)),
     "sum by index, bf16": (68.5, H100, lambda: meta(50304, 768, dtype=BF16).index_put_((ids(16384),), V, True)),
     "sum by index, narrow": (53.2, H100, lambda: meta(1_000_000, 64).index_put_((ids(32768),), meta(32768, 64), True)),
 }
@@ -73,6 +75,15 @@ def seconds(program, hardware=H100):
 def test_an_op_takes_about_as_long_as_it_did(name):
     microseconds, hardware, program = MEASURED[name]
     assert seconds(program, hardware) * 1e6 == pytest.approx(microseconds, rel=0.2)
+
+
+def test_numbers_are_read_for_their_bounds_before_they_are_counted():
+    """`_bincount_cuda_template` in SummaryOps.cu: the host waits for the minimum, and for the maximum."""
+    with FlopMeter(H100) as meter:
+        torch.bincount(ids(1000), minlength=64)
+    costs = [kernel.cost for kernel in meter.report().kernels]
+    assert [cost.bytes_read for cost in costs if cost.bytes_read >= 8000] == [8000] * 3
+    assert [cost.link_bytes for cost in costs if cost.blocks_host] == [8, 8]
 
 
 def passes(program):

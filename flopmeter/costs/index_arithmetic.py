@@ -58,17 +58,34 @@ NEAREST_OPERATIONS = 38
 # H100, 235 µs (validation/traces); 26 million in fp32, in a step of Swin, imply the same.
 ROLL_OPERATIONS = 72
 
+# Instructions of a thread of `tril` and `triu`, which finds its row and column by two divisions of 64 bits; of one more
+# division for each further dimension; and of an element, with the test for the triangle, its load and its store (the
+# machine code of torch 2.15 for compute capability 9.0, without the slow paths). A thread takes up to 8 bytes of a row.
+TRIANGLE_OPERATIONS, TRIANGLE_DIMENSION_OPERATIONS, TRIANGLE_ELEMENT_OPERATIONS = 100, 45, 25
+TRIANGLE_BYTES = 8
+
 # Ten rounds of Philox for four numbers, each of two products of 64 bits, which pass a unit for 32 bits twice, and four
 # exclusive-ors and additions (Philox4x32 in curand_philox4x32_x.h), in all 80 instructions. Box-Muller's logarithm,
 # square root, sine and cosine for two numbers are as long as 17 integer instructions a number: 67 million normal ones
 # take 153 µs on an H100 (validation/traces).
 RANDOM_OPERATIONS = 20
 NORMAL_OPERATIONS = 17
+# A random integer is the remainder of such a number by the size of the range. From a range of 2**28 on (random_from_to
+# in DistributionTemplates.h) it takes two of the four numbers, and the remainder is one of 64 bits, of 64 instructions
+# and 11 to call them; else 18 (the machine code of torch 2.15 for compute capability 9.0).
+WIDE_RANGE = 2**28
+WIDE_REMAINDER_OPERATIONS, REMAINDER_OPERATIONS = 75, 18
 
 # Threads of a block that takes elements one by one, and elements of a thread, by the bytes of a result
 # (launch_legacy_kernel in CUDALoops.cuh).
 ELEMENT_THREADS = 128
 NARROW_ELEMENTS, WIDE_ELEMENTS, WIDE_BYTES = 4, 2, 4
+
+
+# As long as a thread takes for a number that `bincount` counts, by an atomic addition in shared memory, where others of
+# its warp may ask for the same place. Set on 10 million numbers and few bins on an H100, whose kernel takes 86 µs
+# (validation/traces, kernels_index); 1 million there and 8 million in kernels_select imply the same.
+COUNTING_OPERATIONS = 144
 
 
 class MergedDimension(NamedTuple):
@@ -106,6 +123,12 @@ def elements_of_thread(out: TensorSpec) -> int:
 def place_operations(threads: int, visited: int = 0) -> int:
     """Integer operations of a kernel whose threads each find one element's place, and that many others one by one."""
     return PLACE_OPERATIONS * threads + VISIT_OPERATIONS * visited
+
+
+def integer_operations(numbers: int, size_of_range: int) -> int:
+    """Integer operations of so many random integers of a range, but those of one random number for each."""
+    is_wide = size_of_range >= WIDE_RANGE
+    return numbers * (RANDOM_OPERATIONS + WIDE_REMAINDER_OPERATIONS if is_wide else REMAINDER_OPERATIONS)
 
 
 def walked_runs(operands: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[MergedDimension]]:

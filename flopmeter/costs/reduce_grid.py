@@ -31,9 +31,10 @@ REGISTERS = {1: 32, 2: 40, 4: 54}
 SCAN_CYCLES, SCAN_OPERATIONS = 270, 13
 
 
-def grid_of(x: TensorSpec, dims: Sequence[int], combining: int) -> ThreadGrid | None:
-    """The thread blocks that reduce these dimensions; `combining`: the integer instructions that join two values.
-    None where nothing is reduced."""
+def grid_of(x: TensorSpec, dims: Sequence[int], combining: int, value_cycles: int = 0) -> ThreadGrid | None:
+    """The thread blocks that reduce these dimensions; `combining`: the integer instructions that join two values;
+    `value_cycles`: in which a thread does nothing else, for each value that it does not load with its neighbours. None
+    where nothing is reduced."""
     wide = sorted((x.stride[dim], size, dim) for dim, size in enumerate(x.shape) if size > 1)
     reduced, kept = ([entry for entry in wide if (entry[-1] in dims) is taken] for taken in (True, False))
     if not reduced or 0 in x.shape:
@@ -42,7 +43,7 @@ def grid_of(x: TensorSpec, dims: Sequence[int], combining: int) -> ThreadGrid | 
     along_inputs = reduced[0] == wide[0]
     width, height, together = (inputs, outputs, 1) if along_inputs else (outputs, inputs, _outputs_together(wide))
     if along_inputs and wide[0][0] == 1 and inputs >= LEAST_CONTIGUOUS and _is_one_run(reduced):
-        width //= LOADS_AT_A_TIME
+        width, value_cycles = width // LOADS_AT_A_TIME, 0
     columns, rows = _block(width // together, height, MOST_THREADS // together)
     values = ceil(inputs / columns) if along_inputs else inputs
     outputs_of_block = 1 if along_inputs else columns * together
@@ -59,9 +60,11 @@ def grid_of(x: TensorSpec, dims: Sequence[int], combining: int) -> ThreadGrid | 
         columns * rows,
         values,
         LOADS_AT_A_TIME,
+        cycles=LOADS_AT_A_TIME * together * value_cycles,
         operations=operations,
         joiners=joiners,
         registers=REGISTERS[together],
+        in_turns=bool(value_cycles) and together > 1,  # so many registers that few other threads are there meanwhile
     )
 
 

@@ -17,13 +17,14 @@ from typing import TypeVar
 
 from torch._ops import OpOverload, OpOverloadPacket
 
-from flopmeter.costs.access import walk
+from flopmeter.costs.access import Walk, walk
 from flopmeter.costs.index_arithmetic import RANDOM_OPERATIONS
 from flopmeter.costs.traffic import as_regions, regions
 from flopmeter.records import (
     ATTENTION,
     CONTRACTION,
     MOVEMENT,
+    REDUCTION,
     UNCOUNTED,
     Access,
     AttentionBackend,
@@ -150,6 +151,12 @@ def make_cost(
         access=access or walked.access,
         blocks_host=walked.blocks_host if blocks_host is None else blocks_host,
     )
+
+
+def reduced(call: Call, x: TensorSpec, *written: TensorSpec, walked: Walk, flops: int = 0) -> Cost:
+    """The cost of a kernel that reduces x so, among others that the op launches."""
+    operations, grid = walked.index_operations, walked.grid
+    return make_cost(call, REDUCTION, flops, read=(x,), written=written, index_operations=operations, grid=grid)
 
 
 def make_contraction(

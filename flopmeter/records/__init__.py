@@ -45,6 +45,7 @@ from flopmeter.records.traces import (
     Trace,
 )
 from flopmeter.records.work import (
+    Atomics,
     AttentionBackend,
     AttentionShape,
     AttentionWork,

@@ -252,7 +252,7 @@ class ThreadGrid(NamedTuple):
     registers: int = 0  # of a thread, on NVIDIA's; 0: few enough that an SM holds as many threads as it can
     chains: int = 1  # of instructions of a thread that do not wait for each other, such as those of several elements
     by_element: bool = False  # an element-wise kernel; its first access is that of the kernel, which is priced apart
-    in_turns: bool = False  # its few blocks load, compute and store in turns, and hide little of each other's waiting
+    in_turns: bool = False  # few threads load, compute and store in turns, and hide little of each other's waiting
     launches: int = 1  # one after another, with so many blocks each
     loop: GridLoop | None = None  # if no more blocks start than an SM is to hold; `blocks` is what would do without
 
@@ -263,6 +263,13 @@ class Scatter(NamedTuple):
     lookups: int = 0  # of lines, in an SM's first-level cache
     requests: int = 0  # of these to the second level, if the first keeps what a block has touched
     block_lines: int = 0  # that a block touches
+
+
+class Atomics(NamedTuple):
+    """What threads add to elements that others add to as well, which the L2 cache does."""
+
+    rounds: int = 0  # additions to a sector, each by as many threads as name different words of it
+    returned: int = 0  # instructions of warps that wait for what was there before
 
 
 class VectorWork(NamedTuple):
@@ -276,6 +283,7 @@ class VectorWork(NamedTuple):
     random_numbers: int = 0  # that threads draw; their integer operations are among those above
     instructions: int = 0  # of all threads, where these may bound the kernel
     reduces: bool = False  # in a compiled kernel, so that these wait for steps of a loop and for each other's results
+    atomics: Atomics = Atomics()
 
 
 class HostCopy(NamedTuple):

@@ -14,6 +14,7 @@ from flopmeter.records import (
     REDUCTION,
     SORTING,
     Access,
+    Atomics,
     Cost,
     FormulaWork,
     HostCopy,
@@ -59,6 +60,14 @@ def scattered_seconds(scatter: Scatter, hardware: Hardware) -> float:
     requests = kept * scatter.requests + (1.0 - kept) * scatter.lookups
     looking = cycles_to_seconds(scatter.lookups * constants.LOOKUP_CYCLES / hardware.sm_count, hardware)
     return overlap(looking, requests * SECTOR_BYTES / cache_bytes_per_s(hardware), constants.VECTOR_OVERLAP)
+
+
+def atomic_seconds(atomics: Atomics, hardware: Hardware) -> float:
+    """The time in which the L2 cache reads and writes the sectors that threads add to, and in which SMs take back what
+    was there before."""
+    adding = atomics.rounds * 2 * SECTOR_BYTES / cache_bytes_per_s(hardware)
+    returning = atomics.returned * constants.RETURN_CYCLES / hardware.sm_count
+    return adding + cycles_to_seconds(returning, hardware)
 
 
 def link_seconds(copy: HostCopy, hardware: Hardware) -> float:

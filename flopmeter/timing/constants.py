@@ -243,6 +243,11 @@ L1_KB = {
 OTHER_L1_KB = 256
 LOOKUP_CYCLES = 1
 
+# Cycles of an SM for an atomic addition of a warp that returns what was there before. Set on four `scatter_add_` in
+# bf16 on an H100, which adds as the gradient of a bilinear interpolation does (validation/traces, kernels_index); six
+# such gradients were not used to set it (kernels_pointwise).
+RETURN_CYCLES = 10
+
 # Share of the streaming bandwidth, by the access pattern of a kernel.
 ACCESS_SHARE: Mapping[Access, float] = {
     "stream": 1.0,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
+from flopmeter.costs.scatter import WARP
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import GridLoop, ThreadGrid
 from flopmeter.timing import constants
-from flopmeter.timing.bandwidth import cycles_to_seconds, resident_threads, threads_by_registers
+from flopmeter.timing.bandwidth import cycles_to_seconds, issued_lanes, resident_threads, threads_by_registers
 
 
 class GridTime(NamedTuple):
@@ -39,7 +40,8 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
         waves = ceil(waves)
         joining = waves * constants.LAST_BLOCK_CYCLES + ceil(shared / grid.joiners) * constants.JOINING_STEP_CYCLES
     filling = constants.LANES_OF_SM * constants.ARITHMETIC_LATENCY_CYCLES
-    share_of_sm = min(1.0, grid.threads * grid.chains / filling)
+    of_schedulers = ceil(grid.threads / WARP) * WARP / issued_lanes(hardware)  # a warp stays on one of them
+    share_of_sm = min(1.0, of_schedulers, grid.threads * grid.chains / filling)
     walking = waves * steps * (access + grid.cycles)
     if grid.by_element:
         walking -= access

@@ -11,6 +11,7 @@ from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import (
     access_seconds,
     arithmetic_latency_cycles,
+    atomic_seconds,
     cache_bytes_per_s,
     clock_hz,
     cycles_to_seconds,
@@ -73,6 +74,7 @@ def price_vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_
     compute = max(arithmetic, issuing_seconds(work.instructions, hardware, share)) * idle + combining
     traffic = memory_seconds(cost, work, hardware, cached_bytes)
     traffic = overlap(traffic, scattered_seconds(work.scatter, hardware) / steps.busy_sms, constants.VECTOR_OVERLAP)
+    traffic = overlap(traffic, atomic_seconds(work.atomics, hardware), constants.VECTOR_OVERLAP)
     in_turns = work.grid is not None and work.grid.in_turns
     traffic = overlap(traffic, steps.seconds, constants.TURNS_OVERLAP if in_turns else constants.VECTOR_OVERLAP)
     indexing = integer_seconds(work.index_operations + steps.operations, hardware) * idle

@@ -220,8 +220,7 @@ def average_pool(call: Call) -> Cost:
 
 
 _GATHERED = (  # a thread for each element of the gradient: nothing has to be zero before
-    aten.upsample_nearest1d_backward, aten.upsample_nearest2d_backward, aten.upsample_nearest3d_backward,
-    aten._upsample_nearest_exact1d_backward, aten._upsample_nearest_exact2d_backward,
+    aten.upsample_nearest1d_backward, aten.upsample_nearest3d_backward, aten._upsample_nearest_exact1d_backward,
     aten._upsample_nearest_exact3d_backward,
 )  # fmt: skip
 

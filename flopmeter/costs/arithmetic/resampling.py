@@ -11,14 +11,16 @@ from math import ceil
 
 from torch._ops import OpOverloadPacket
 
+from flopmeter.costs.atomics import WORD_BYTES, additions_to_taps
 from flopmeter.costs.index_arithmetic import (
     LONG_QUOTIENT_OPERATIONS,
     NEAREST_OPERATIONS,
     QUOTIENTS_OF_NEAREST,
     place_operations,
 )
-from flopmeter.costs.rules import make_cost, rule, zeros
-from flopmeter.records import MOVEMENT, REDUCTION, Call, Cost, Region, TensorSpec
+from flopmeter.costs.rules import COMPLEX_ADD, make_cost, rule, zeros
+from flopmeter.records import MOVEMENT, REDUCTION, Call, Cost, Region, TensorSpec, ThreadGrid, VectorWork
+from flopmeter.records.memory_format import is_channels_last
 from flopmeter.records.powers_of_two import power_of_two_up_to
 from flopmeter.torch_names.operators import aten
 
@@ -31,6 +33,9 @@ _FILTERS = {
 }
 _UPSAMPLERS: dict[OpOverloadPacket, tuple[int, int]] = {getattr(aten, name): of for name, of in _FILTERS.items()}
 NEAREST_THREADS = 512  # of a block
+# Instructions of a thread that adds one element's gradient to its four taps, in 32 and in 16 bits, without the slow
+# paths: the machine code of torch 2.15 for compute capability 9.0.
+BILINEAR_GRADIENT = (130, 330)
 _GRADIENTS = {getattr(aten, f"{name}_backward"): of for name, of in _FILTERS.items()}
 
 
@@ -73,11 +78,32 @@ def _nearest_operations(x: TensorSpec, out: TensorSpec) -> int:
 def upsample_backward(call: Call) -> tuple[Cost, ...]:
     """Each gradient times each tap's weight is added to that tap: 2. Along one axis a thread gathers what belongs to an
     element; otherwise a thread adds a gradient's parts to zeros (aten/src/ATen/native/cuda/UpSample*.cu)."""
-    taps, axes = _GRADIENTS[call.func.overloadpacket]
+    packet = call.func.overloadpacket
+    taps, axes = _GRADIENTS[packet]
     (grad,), (out,) = call.inputs, call.outputs
-    places = place_operations(grad.numel)
-    added = make_cost(call, REDUCTION, 2 * taps**axes * grad.numel, index_operations=places)
+    flops = 2 * taps**axes * grad.numel
+    if packet is aten.upsample_bilinear2d_backward:
+        instructions = BILINEAR_GRADIENT[grad.dtype.itemsize < WORD_BYTES] * grad.numel
+        atomics = additions_to_taps(grad, out, taps**axes, align_corners=call.argument("align_corners"))
+        work = VectorWork(instructions=instructions, atomics=atomics)
+        return zeros(call, out), make_cost(call, REDUCTION, flops, work=work)
+    added = make_cost(call, REDUCTION, flops, index_operations=place_operations(grad.numel))
     return (added,) if axes == 1 else (zeros(call, out), added)
+
+
+@rule(aten.upsample_nearest2d_backward, aten._upsample_nearest_exact2d_backward)
+def nearest_backward(call: Call) -> Cost:
+    """Each element of the input sums the gradients of its copies. In NCHW a thread does so for one element of an image
+    after another, and waits for each row of copies (upsample_nearest2d_backward_out_frame)."""
+    (grad,), (out,) = call.inputs, call.outputs
+    images, _, height, _ = out.shape
+    if is_channels_last(grad.shape, grad.stride):
+        places = QUOTIENTS_OF_NEAREST * LONG_QUOTIENT_OPERATIONS * out.numel
+        return make_cost(call, REDUCTION, grad.numel, complex_factor=COMPLEX_ADD, index_operations=places)
+    rows = images * ceil(grad.shape[2] / max(height, 1))
+    blocks = ceil(out.numel / max(images, 1) / NEAREST_THREADS)
+    grid = ThreadGrid(blocks, NEAREST_THREADS, rows, in_turns=True)
+    return make_cost(call, REDUCTION, grad.numel, complex_factor=COMPLEX_ADD, grid=grid)
 
 
 _SUPPORT = {

@@ -7,9 +7,9 @@ from typing import Any
 
 from flopmeter.costs.access import walk_of_sum
 from flopmeter.costs.dense_operands import copy_of
-from flopmeter.costs.rules import FREE, make_convolution, make_cost, rule, scratch
+from flopmeter.costs.rules import FREE, make_convolution, make_cost, reduced, rule, scratch
 from flopmeter.costs.windows import covered
-from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Convolution, Cost, Matmul, Planes, Region, TensorSpec
+from flopmeter.records import ELEMENTWISE, Call, Convolution, Cost, Matmul, Planes, Region, TensorSpec
 from flopmeter.records.memory_format import dense_strides, is_channels_last, is_dense
 from flopmeter.torch_names.operators import aten
 
@@ -100,16 +100,8 @@ def convolution_backward(call: Call) -> tuple[Cost, ...]:
 
 def _bias_gradient(call: Call, grad: TensorSpec, written: TensorSpec) -> Cost:
     """`grad_output.sum` over all dimensions but the channels' (aten/src/ATen/native/Convolution.cpp)."""
-    walk = walk_of_sum(grad, (0, *range(2, len(grad.shape))))
-    return make_cost(
-        call,
-        REDUCTION,
-        grad.numel,
-        read=(grad,),
-        written=(written,),
-        index_operations=walk.index_operations,
-        grid=walk.grid,
-    )
+    walked = walk_of_sum(grad, (0, *range(2, len(grad.shape))))
+    return reduced(call, grad, written, walked=walked, flops=grad.numel)
 
 
 def _met(call: Call, wide: TensorSpec, weight: TensorSpec, narrow: TensorSpec) -> TensorSpec:

@@ -7,11 +7,35 @@ from math import ceil, log2, prod
 
 import torch
 
-from flopmeter.costs.index_arithmetic import NORMAL_OPERATIONS, ROLL_OPERATIONS
+from flopmeter.costs.access import walk_of_extremum, walk_of_place, walk_of_sum
+from flopmeter.costs.index_arithmetic import (
+    COUNTING_OPERATIONS,
+    NORMAL_OPERATIONS,
+    ROLL_OPERATIONS,
+    TRIANGLE_BYTES,
+    TRIANGLE_DIMENSION_OPERATIONS,
+    TRIANGLE_ELEMENT_OPERATIONS,
+    TRIANGLE_OPERATIONS,
+    integer_operations,
+)
 from flopmeter.costs.multi_tensor import in_launches
-from flopmeter.costs.rules import FREE, make_cost, rule, scratch, zeros
+from flopmeter.costs.rules import FREE, make_cost, reduced, rule, scratch, zeros
+from flopmeter.costs.scatter import LINE_BYTES, SECTOR_BYTES, WARP
 from flopmeter.costs.windows import covered
-from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, REDUCTION, SORTING, Call, Cost, Region, TensorSpec
+from flopmeter.records import (
+    ELEMENTWISE,
+    MOVEMENT,
+    RANDOM,
+    REDUCTION,
+    SORTING,
+    Call,
+    Cost,
+    HostCopy,
+    Region,
+    Scatter,
+    TensorSpec,
+    VectorWork,
+)
 from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.torch_names.operators import aten
 
@@ -55,7 +79,7 @@ def foreach_copy(call: Call) -> Cost:
 @rule(
     aten._chunk_cat, aten.reflection_pad1d,
     aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d, aten.replication_pad2d,
-    aten.replication_pad3d, aten.flip, aten.rot90, aten.repeat, aten.pixel_shuffle, aten.pixel_unshuffle,
+    aten.replication_pad3d, aten.rot90, aten.repeat, aten.pixel_shuffle, aten.pixel_unshuffle,
     aten.channel_shuffle, aten.native_channel_shuffle, aten.repeat_interleave,
     aten._foreach_clone, aten.lu_unpack,
 )  # fmt: skip
@@ -104,7 +128,31 @@ def triangle(call: Call) -> Cost:
     kept = prod(batch) * (below if is_lower else rows * columns - below) * x.dtype.itemsize
     if out.storage == x.storage:
         return make_cost(call, MOVEMENT, read=(), written=(Region(x, max(0, x.nbytes - kept)),))
-    return make_cost(call, MOVEMENT, read=(Region(x, min(kept, x.nbytes)),))
+    return make_cost(call, MOVEMENT, read=(Region(x, min(kept, x.nbytes)),), work=_work_on_triangle(out))
+
+
+def _work_on_triangle(out: TensorSpec) -> VectorWork:
+    """A thread takes neighbours, up to 8 bytes of a row, and loads and stores them one by one, so that each store of a
+    warp touches the same sectors as the one before (triu_tril_kernel in TriangularOps.cu)."""
+    of_thread = max(1, TRIANGLE_BYTES // out.dtype.itemsize)
+    *_, columns = out.shape
+    threads = out.numel // max(columns, 1) * ceil(columns / of_thread)
+    of_place = TRIANGLE_OPERATIONS + TRIANGLE_DIMENSION_OPERATIONS * (len(out.shape) - 2)
+    instructions = threads * (of_place + of_thread * TRIANGLE_ELEMENT_OPERATIONS)
+    sectors, lines = (WARP * TRIANGLE_BYTES // nbytes for nbytes in (SECTOR_BYTES, LINE_BYTES))
+    again = ceil(threads / WARP) * (of_thread - 1)
+    scatter = Scatter(2 * again * lines, again * sectors) if of_thread > 1 else Scatter()
+    return VectorWork(instructions=instructions, scatter=scatter)
+
+
+@rule(aten.flip)
+def flip(call: Call) -> Cost:
+    """A copy from the other end: along those dimensions the input is walked backwards (flip_kernel_impl in
+    TensorTransformations.cu)."""
+    (x,), (out,) = call.inputs, call.outputs
+    flipped = {dim % max(len(x.shape), 1) for dim in call.argument("dims")}
+    steps = tuple(-step if dim in flipped else step for dim, step in enumerate(x.stride))
+    return make_cost(call, MOVEMENT, walks=(out, x._replace(stride=steps)))
 
 
 @rule(aten.roll)
@@ -184,7 +232,15 @@ def random_fill(call: Call) -> Cost:
     is_normal = "normal" in call.func.overloadpacket.__name__ or "randn" in call.func.overloadpacket.__name__
     written = sum(spec.numel for spec in call.outputs)
     operations = NORMAL_OPERATIONS * is_normal * written
+    if call.func.overloadpacket in (aten.randint, aten.randint_like, aten.random_):
+        operations = integer_operations(written, _size_of_range(call))
     return make_cost(call, RANDOM, read=call.inputs[1:], index_operations=operations, random_numbers=written)
+
+
+def _size_of_range(call: Call) -> int:
+    """How many different integers may be drawn. 0 where no bound is given, or by a tensor."""
+    low, high = (call.get("low") or call.get("from") or 0), (call.get("high") or call.get("to"))
+    return high - low if isinstance(low, int) and isinstance(high, int) else 0
 
 
 @rule(
@@ -215,18 +271,21 @@ def multinomial(call: Call) -> tuple[Cost, ...]:
     def kernel(op_class: str, read: tuple[TensorSpec, ...], written: tuple[TensorSpec, ...], flops: int = 0) -> Cost:
         return make_cost(call, op_class, flops, read=read, written=written)
 
+    of_all, last = walk_of_extremum(p, range(len(p.shape))), (len(p.shape) - 1,)
+    bounds = [(one, one)] if _BOUNDS_AT_ONCE else [(one,), (one,)]
+    largest = reduced(call, q, samples, walked=walk_of_place(q, last))
     turned, asserted = kernel(ELEMENTWISE, (flag,), (flag,)), kernel(MOVEMENT, (flag,), ())
     return (
-        *(kernel(REDUCTION, (p,), bounds) for bounds in ([(one, one)] if _BOUNDS_AT_ONCE else [(one,), (one,)])),
+        *(reduced(call, p, *written, walked=of_all) for written in bounds),
         *(kernel(ELEMENTWISE, (one,), (flag,)),) * 2,
         *(turned, asserted),
-        kernel(REDUCTION, (p,), (sums,), p.numel),
+        reduced(call, p, sums, walked=walk_of_sum(p, last), flops=p.numel),
         kernel(ELEMENTWISE, (sums,), (found,)),
         *((kernel(REDUCTION, (found,), (flag,)),) if rows else ()),
         *(turned, asserted),
         kernel(RANDOM, (), (q,)),
         kernel(ELEMENTWISE, (p, q), (q,), p.numel),
-        kernel(REDUCTION if draws == 1 else SORTING, (q,), (samples,)),
+        largest if draws == 1 else kernel(SORTING, (q,), (samples,)),
     )
 
 
@@ -246,12 +305,27 @@ def _with_replacement(call: Call, p: TensorSpec, samples: TensorSpec) -> tuple[C
 
 @rule(
     aten.kthvalue, aten.unique_dim, aten.unique_consecutive, aten.isin, aten.nonzero, aten.nonzero_static,
-    aten.bincount, aten.histc, aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts,
+    aten.histc, aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts,
     aten._histogramdd_from_bin_tensors,
 )  # fmt: skip
 def sorting(call: Call) -> Cost:
     """Comparisons: 0 FLOP. Bytes of one pass over inputs and outputs, the least that any method moves."""
     return make_cost(call, SORTING)
+
+
+@rule(aten.bincount)
+def bincount(call: Call) -> tuple[Cost, ...]:
+    """The smallest and the largest number, of which the host learns each before it goes on; zeros; and the numbers
+    counted (aten/src/ATen/native/cuda/SummaryOps.cu)."""
+    x, *weights = call.inputs
+    (out,) = call.outputs
+    if not x.numel:
+        return (zeros(call, out),)
+    one = scratch(x)._replace(shape=(), stride=())
+    found = reduced(call, x, one, walked=walk_of_extremum(x, range(len(x.shape))))
+    asked = make_cost(call, MOVEMENT, read=(one,), written=(), work=HostCopy(one.nbytes), blocks_host=True)
+    counted = make_cost(call, REDUCTION, read=(x, *weights), index_operations=COUNTING_OPERATIONS * x.numel)
+    return found, asked, found, asked, zeros(call, out), counted
 
 
 @rule(aten._assert_async)

@@ -13,6 +13,7 @@ from math import ceil, log, log2
 
 import torch
 
+from flopmeter.costs.index_arithmetic import integer_operations
 from flopmeter.costs.rules import in_one_piece, make_cost, rule, scratch
 from flopmeter.records import MOVEMENT, RANDOM, SORTING, Call, Cost, TensorSpec, ThreadGrid
 from flopmeter.records.powers_of_two import power_of_two_from
@@ -116,7 +117,8 @@ def randperm(call: Call) -> tuple[Cost, ...]:
     bits = min(64, ceil(log2(n - (6 * n * n + 1) / (12 * log(LIKELY_APART)))))
     keys = scratch(out, 3)._replace(dtype=torch.int32 if bits <= INT32_BITS else torch.int64)
     numbers, ordered = scratch(out, 4), scratch(keys, 5)
-    drawn = make_cost(call, RANDOM, read=(), written=(keys,), index_operations=0, random_numbers=n)
+    drawing = integer_operations(n, 2 ** (BITS_OF_BYTE * keys.dtype.itemsize))
+    drawn = make_cost(call, RANDOM, read=(), written=(keys,), index_operations=drawing, random_numbers=n)
     counted = make_cost(call, MOVEMENT, read=(), written=(numbers,))
     compared = make_cost(call, SORTING, read=(ordered,), written=(), access="stream")
     return drawn, counted, *radix_sort(call, keys, numbers, bits, (ordered, out)), compared
