@@ -335,6 +335,29 @@ def with_data_of_its_own(batch: int) -> Step:
     return step
 
 
+def with_only_a_schedule_given(batch: int) -> Step:
+    """A schedule of a loss and a counter lie on the device; the batch is made in the step, on the host."""
+    model, schedule, counter = perceptron(), torch.linspace(0, 1, 11).to("meta"), torch.zeros((), device="meta")
+
+    def step() -> None:
+        counter.add_(1)
+        (loss_of(model(torch.randn(batch, 24).to("meta"))) * schedule[3]).backward()
+
+    return step
+
+
+def with_lists_of_python(batch: int) -> Step:
+    """What a loader collates by `torch.tensor`."""
+    model, counter = perceptron(), torch.zeros((), device="meta")
+
+    def step() -> None:
+        counter.add_(1)
+        x, labels = torch.tensor([[0.5] * 24] * batch), torch.tensor([3] * batch)
+        F.cross_entropy(model(x.to("meta")), labels.to("meta")).backward()
+
+    return step
+
+
 def with_nothing_given(batch: int) -> Step:
     model = perceptron()
     return lambda: loss_of(model(torch.randn(batch, 24, device="meta"))).backward()
@@ -342,9 +365,12 @@ def with_nothing_given(batch: int) -> Step:
 
 @pytest.mark.parametrize(
     "program",
-    [classified, convolved, embedded, updated_too, attended_over, with_data_of_its_own, with_nothing_given],
+    [
+        classified, convolved, embedded, updated_too, attended_over, with_data_of_its_own, with_only_a_schedule_given,
+        with_lists_of_python, with_nothing_given,
+    ],
     ids=lambda program: program.__name__,
-)
+)  # fmt: skip
 def test_what_grows_with_the_batch_is_what_is_larger_where_the_batch_is(program):
     """Metered with 32 and with 64 items, which no other size is."""
     traces = []

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import outermost, with_tensors
@@ -21,6 +23,7 @@ PER_DOUBLING = 1.1  # a doubling is worth it if it brings this many times as muc
 FAULT = 3.0  # a batch is tiny if the kernels of a larger one do this many times the work per second
 PROPORTIONAL = 0.02  # how far FLOPs may be from growing with the batch
 _OF_WEIGHTS = ("parameters", "gradients", "optimizer state")
+_FRESH = (aten.lift_fresh, aten.lift_fresh_copy)  # they return the storage that torch.tensor(...) just made
 _PRODUCTS = (aten.mm, aten.addmm)
 # What rules, torch's formulas and a user's own rules raise for shapes that do not fit each other: a wrong size, a
 # missing dimension, a division by what became 0. Another error is a fault of a rule, and is seen.
@@ -85,8 +88,7 @@ def scaled(trace: Trace, grows: set[int], times: int) -> Trace:
 def depends_on_inputs(trace: Trace) -> set[int]:
     """The storages that hold something for each item: inputs, and what is computed from them."""
     roles = [storage.role for storage in trace.storages]
-    grows = {number for number, storage in enumerate(trace.storages) if storage.born < 0 and storage.role is None}
-    grows |= _made_data(trace, grows)
+    grows = _data(trace)
     weights = {spec.shape for op in trace.ops for spec in op.inputs if roles[spec.storage] == "parameters"}
     for op in trace.ops:
         if op.phase != "optimizer" and any(number in grows for number in op.storages):
@@ -95,16 +97,25 @@ def depends_on_inputs(trace: Trace) -> set[int]:
     return grows
 
 
-def _made_data(trace: Trace, given: set[int]) -> set[int]:
-    """Storages that the step fills by ops without inputs (`torch.randn`), with as many items as it is given, or, where
-    it is given none, as the largest of them has."""
-    of_nothing = (op for op in trace.ops if op.phase == "forward" and not op.call.inputs)
-    made = [spec for op in of_nothing for spec in op.outputs if trace.storages[spec.storage].role is None]
-    inputs = (spec for op in trace.ops for spec in op.inputs)
-    batches = {_items(spec) for spec in inputs if spec.storage in given}
-    if made and not batches:
-        batches = {_items(max(made, key=lambda spec: spec.nbytes))}
-    return {spec.storage for spec in made if _items(spec) in batches - {None}}
+def _data(trace: Trace) -> set[int]:
+    """Storages of data: what lies on the device from before without a role, and what the step makes from nothing
+    (`torch.randn`, `torch.tensor`) with as many items. Where the largest data is made in the step, by chance or in
+    Python, it tells how many items there are: beside it lie only schedules and counters."""
+    given = {number for number, storage in enumerate(trace.storages) if storage.born < 0 and storage.role is None}
+    of_nothing = [op for op in trace.ops if op.phase == "forward" and (not op.call.inputs or op.packet in _FRESH)]
+    made = [(op, spec) for op in of_nothing for spec in op.outputs if trace.storages[spec.storage].role is None]
+    found = [spec for op in trace.ops for spec in op.inputs if spec.storage in given]
+    items = {_items(spec) for spec in found} - {None}
+    told = [spec for op, spec in made if not given or op.packet in _FRESH or _is_random(op)]
+    largest = max(told, key=lambda spec: spec.nbytes, default=None)
+    if largest is not None and largest.nbytes > max((spec.nbytes for spec in found), default=0):
+        items = {_items(largest)} - {None}
+        given = {spec.storage for spec in found if _items(spec) in items}
+    return given | {spec.storage for _, spec in made if _items(spec) in items}
+
+
+def _is_random(op: Op) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.call.func.tags
 
 
 def _items(spec: TensorSpec) -> int | None:
