@@ -922,6 +922,44 @@ def test_norms_that_are_written_out_in_fp32_and_losses_under_autocast_are_no_str
         assert not any("there too" in advice.remedy for advice in meter.report().advice)
 
 
+class NormInFp32(nn.LayerNorm):
+    """As diffusion transformers write it."""
+
+    def forward(self, x):
+        return super().forward(x.float()).to(x.dtype)
+
+
+class HeadInFp32(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x.float(), self.weight.float())
+
+
+@pytest.mark.parametrize(
+    ("widened", "words"),
+    [
+        ([HeadInFp32], "without .float(), or inside of torch.autocast"),
+        ([NormInFp32], "without .float() or torch.autocast around it, whichever of them widens it"),
+        ([NormInFp32, HeadInFp32], "without .float() (torch.autocast narrows the products alone)"),
+    ],
+)
+def test_autocast_is_a_remedy_for_widened_products_and_none_for_norms_which_it_keeps_in_fp32(widened, words):
+    def narrow(width):
+        return nn.Linear(2048, width, dtype=torch.bfloat16)
+
+    made = {
+        NormInFp32: lambda: NormInFp32(2048, elementwise_affine=False),
+        HeadInFp32: lambda: HeadInFp32(2048, 512, bias=False, dtype=torch.bfloat16),
+    }
+    with torch.device("meta"):
+        parts = [made[kind]() for kind in widened]
+        model = nn.Sequential(narrow(2048), narrow(2048), *parts, *([] if HeadInFp32 in widened else [narrow(512)]))
+        x = torch.empty(16_384, 2048, dtype=torch.bfloat16)
+    with FlopMeter(H100) as meter:
+        model(x).sum().backward()
+    remedies = [each.remedy for each in meter.report().advice if "there too" in each.remedy]
+    assert remedies == [f"bfloat16 there too: {words}"]
+
+
 @pytest.mark.parametrize("under_autocast", [False, True])
 def test_norms_with_narrow_weights_are_not_told_to_run_inside_of_autocast_which_has_them_in_fp32(under_autocast):
     """As FSDP's mixed precision and autocast together have them; a model in bf16 needs no autocast."""

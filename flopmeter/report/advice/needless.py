@@ -71,10 +71,16 @@ def wide_work(report: Report) -> Iterator[Proposal]:
 
 
 def _narrowing(ops: list[Op]) -> str:
-    """The remedy that keeps them from fp32. Under torch.autocast norms are in fp32 whatever their weights' type."""
-    if all(policy_of(op) == "wide" for op in ops if not _is_cast(op)):
+    """The remedy that keeps them from fp32, by what torch.autocast does with each: it narrows products, widens norms
+    and sums whatever their weights' type, and leaves all else as it is given."""
+    policies = {policy_of(op) for op in ops if not _is_cast(op)}
+    if policies == {"narrow"}:
+        return "without .float(), or inside of torch.autocast"
+    if "narrow" in policies:
+        return "without .float() (torch.autocast narrows the products alone)"
+    if policies & {"wide", "sums"}:
         return "without .float() or torch.autocast around it, whichever of them widens it"
-    return "without .float(), or inside of torch.autocast"
+    return "without .float()"
 
 
 def _all_narrowed(op: Op, narrowed: Callable[[TensorSpec, object], TensorSpec]) -> Op:
