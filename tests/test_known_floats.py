@@ -242,3 +242,24 @@ def test_bytes_of_a_constant_like_another_are_not_all_alike():
         assert ones.view(torch.int32).tolist() == torch.ones(2).view(torch.int32).tolist()
         with pytest.raises(DataDependentError):
             ones.view(torch.uint8).tolist()
+
+
+def windows_with_enough(series: Tensor, is_there: Tensor, width: int = 120) -> tuple[int, float]:
+    """A loader of time series: all overlapping windows, of which those that have enough are taken."""
+    both = torch.stack([series, is_there], 1)
+    windows = both.unfold(-1, width, 1).permute(0, 2, 3, 1).flatten(0, 1)
+    series.zero_()
+    is_there[0].fill_(0.0)  # the windows are copies
+    windows[-1] = 0
+    enough = windows[:, :, 1].sum(1) >= 0.95 * width
+    return len(torch.nonzero(enough)), windows[:, :, 1].mean().item()
+
+
+def test_the_sum_of_a_mask_is_known_through_a_copy_of_many_times_its_size():
+    """Six million elements, of which 32 thousand are different."""
+    torch.manual_seed(0)
+    series, is_there = torch.randn(32, 1000), (torch.rand(32, 1000) > 0.05).float()
+    with FlopMeter("a100-sxm4-80gb"):
+        count, mean = windows_with_enough(series.to("meta"), is_there.to("meta"))
+    assert windows_with_enough(series, is_there) == (count, pytest.approx(mean, rel=1e-6))
+    assert 0 < count < 32 * 881

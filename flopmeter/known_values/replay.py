@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flopmeter.known_values.assumptions import Assumptions
 from flopmeter.known_values.values import (
+    MAX_COPIED_ELEMENTS,
     MAX_ELEMENTS,
     MAX_ROUTED_ELEMENTS,
     Values,
@@ -31,6 +32,8 @@ KEEPS_UNIFORM = frozenset((
 ))  # fmt: skip
 
 
+# Ops whose results hold what their source holds, as often as a view of it shows it.
+COPIES = frozenset((aten.clone.default, aten.repeat.default))
 # Ops that write one number everywhere.
 FILLS = frozenset((aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default))
 
@@ -94,8 +97,10 @@ class Knowledge:
         knows = self.knows_all(call.tensors)
         result = call.run()
         outputs = list(tensors_in(result))
-        if knows and all(map(self.is_small, (*call.tensors, *outputs))):
+        if knows and all(map(_can_be_read, call.tensors)) and all(map(self.is_small, outputs)):
             self._replay_on_cpu(call, outputs)
+        elif knows and call.func in COPIES and _can_be_read(result):
+            self._copy_later(call, result)
         elif not knows and self._counts(call, outputs):
             self._replay_on_cpu(call, outputs)
             for tensor in (*call.written(), *outputs):
@@ -107,6 +112,23 @@ class Knowledge:
         else:
             self.forget(call.written())
         return result
+
+    def _copy_later(self, call: Invocation, result: Tensor) -> None:
+        """A large copy of what takes little memory is made when it is first read, from what the source holds now."""
+        source = self.values.read(call.tensors[0])
+        if source.untyped_storage().nbytes() > MAX_ELEMENTS * source.element_size():
+            return
+        with no_modes():
+            memory = source.untyped_storage().clone()
+            held = torch.empty(0, dtype=source.dtype, device="cpu").set_(
+                memory, source.storage_offset(), source.size(), source.stride()
+            )
+
+        def copy(blank: Tensor) -> Tensor:
+            with no_modes():
+                return blank.copy_(call.func(held, *call.args[1:], **self.real(call.kwargs)))
+
+        self.values.defer(result, copy)
 
     def _ready_to_write(self, written: list[Tensor], fills: bool) -> None:
         """Prepares a tensor whose value is kept as one number for a write to a part of it: the number becomes one for
@@ -199,6 +221,11 @@ class Knowledge:
         if isinstance(argument, dict):
             return {name: self.real(item, read) for name, item in argument.items()}
         return _CPU if isinstance(argument, torch.device) else argument
+
+
+def _can_be_read(tensor: Tensor) -> bool:
+    """Whether the tensor is worth an op on the CPU: one that is small itself, or a copy of one."""
+    return not tensor.is_complex() and tensor.numel() <= MAX_COPIED_ELEMENTS
 
 
 _CPU = torch.device("cpu")

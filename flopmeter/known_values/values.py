@@ -21,6 +21,9 @@ from flopmeter.torch_names.private import no_dispatch_modes, no_function_modes, 
 # Larger values are not kept: 2^20 int64 are 8 MB, and an op on them takes 1 ms on the CPU. Masks [batch, 1, 512, 512]
 # fit, and no program was seen to read a larger one.
 MAX_ELEMENTS = 1 << 20
+# A copy of what is known may be so many times as large before it is not kept: the overlapping windows of a batch of time
+# series. It is made when the program first asks for it. At most 128 MB, and some 50 ms on the CPU.
+MAX_COPIED_ELEMENTS = 1 << 24
 # The limit for integers and bools if the routing is assumed: masks [tokens, choices, experts] pick each expert's
 # tokens. 1,000 tokens that choose 12 of 768 experts make 2^23. At most 128 MB, and some 50 ms for an op on the CPU.
 MAX_ROUTED_ELEMENTS = 1 << 24
@@ -74,7 +77,7 @@ def no_modes() -> Iterator[None]:
 class KnownStorage(weakref.ref[Any]):
     """The value of one meta storage. It is a weak reference: it does not keep the storage alive."""
 
-    __slots__ = ("address", "is_blank", "is_stand_in", "is_uniform", "memory", "version")
+    __slots__ = ("address", "is_blank", "is_stand_in", "is_uniform", "make", "memory", "version")
 
     def __new__(cls, storage: Any, memory: Any, callback: Any = None, version: int | None = None) -> KnownStorage:
         return super().__new__(cls, storage, callback)
@@ -82,6 +85,7 @@ class KnownStorage(weakref.ref[Any]):
     def __init__(self, storage: Any, memory: Any, callback: Any = None, version: int | None = None):
         self.address: int = storage._cdata
         self.memory: torch.UntypedStorage = memory
+        self.make: Callable[[], torch.UntypedStorage] | None = None  # makes the memory when it is first read
         # For a value from outside of the meter: the tensor's version counter when the value was read.
         self.version = version
         self.is_uniform = False  # the memory holds one element, and every element of the storage has its value
@@ -126,6 +130,8 @@ class Values:
         if self._unread and place in self._unread:
             self._unread.pop(place)()
         cell = self.cells[place]
+        if cell.make is not None:
+            cell.memory, cell.make = cell.make(), None
         if cell.is_uniform:
             return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(cell.memory, 0, (), ()).expand(tensor.shape)
         return _like(tensor, cell.memory)
@@ -152,6 +158,20 @@ class Values:
         cell = KnownStorage(storage, value.to(tensor.dtype).clone().untyped_storage(), self._on_death)
         cell.is_uniform = True
         self.cells[cell.address] = cell
+
+    def defer(self, tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> None:
+        """Set the value of `tensor`, which must span its storage, when it is first read: `copy` is passed a blank value
+        to write it to."""
+        storage = tensor.untyped_storage()
+        cell = KnownStorage(storage, None, self._on_death)
+        size, strides, dtype = tensor.size(), torch_strides(tensor), tensor.dtype
+
+        def make() -> torch.UntypedStorage:
+            return copy(torch.empty_strided(size, strides, dtype=dtype, device="cpu")).untyped_storage()
+
+        cell.make = make
+        self.cells[cell.address] = cell
+        self._unread.pop(cell.address, None)
 
     def keep_each(self, tensor: Tensor) -> None:
         """The value of a uniform tensor, of which a part is about to be written, is kept element by element, or is
