@@ -1056,6 +1056,24 @@ def test_a_larger_batch_is_told_of_data_that_the_step_itself_makes_on_the_host_o
     assert advice.run_seconds_then == pytest.approx(seconds_and_advice(8 * times)[0] / times, rel=0.05)
 
 
+def test_a_larger_batch_is_told_where_a_known_mask_picks_from_each_item():
+    """As in masked language models, whose loss is of some tokens."""
+
+    def seconds_and_advice(items):
+        model, x = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)).to("meta"), torch.empty(items, 256)
+        labels, is_masked = torch.randint(0, 10, (items,)), torch.arange(items) % 2 == 0
+        with FlopMeter(H100) as meter:
+            x_there, labels_there, mask_there = x.to("meta"), labels.to("meta"), is_masked.to("meta")
+            nn.functional.cross_entropy(model(x_there)[mask_there], labels_there[mask_there]).backward()
+        report = meter.report()
+        return report.seconds, report.advice
+
+    advice = next(each for each in seconds_and_advice(8)[1] if "times the batch" in each.remedy)
+    times = int(advice.remedy.split()[0])
+    assert times >= 16
+    assert advice.run_seconds_then == pytest.approx(seconds_and_advice(8 * times)[0] / times, rel=0.05)
+
+
 def reason_of(name, run, device=H100):
     with FlopMeter(device) as meter:
         run()

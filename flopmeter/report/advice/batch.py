@@ -24,6 +24,7 @@ FAULT = 3.0  # a batch is tiny if the kernels of a larger one do this many times
 PROPORTIONAL = 0.02  # how far FLOPs may be from growing with the batch
 _OF_WEIGHTS = ("parameters", "gradients", "optimizer state")
 _FRESH = (aten.lift_fresh, aten.lift_fresh_copy)  # they return the storage that torch.tensor(...) just made
+_PICK = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index_put)  # their masks pick from each item alike
 _PRODUCTS = (aten.mm, aten.addmm)
 # What rules, torch's formulas and a user's own rules raise for shapes that do not fit each other: a wrong size, a
 # missing dimension, a division by what became 0. Another error is a fault of a rule, and is seen.
@@ -35,7 +36,9 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
     """The batch is doubled until memory is full, or until twice the batch brings less than a tenth more per second."""
     usable = usable_bytes_if_known(report.hardware)
     trace = trace_of(report)
-    if usable is None or report.cluster is not None or any(op.call.groups for op in trace.ops):
+    if usable is None or report.cluster is not None:
+        return
+    if any(op.call.groups and op.packet not in _PICK for op in trace.ops):  # lengths of sequences and experts' groups
         return
     if not any(op.module for op in trace.ops):  # a solver on one matrix has no batch
         return
