@@ -21,8 +21,8 @@ from flopmeter.torch_names.private import no_dispatch_modes, no_function_modes, 
 # Larger values are not kept: 2^20 int64 are 8 MB, and an op on them takes 1 ms on the CPU. Masks [batch, 1, 512, 512]
 # fit, and no program was seen to read a larger one.
 MAX_ELEMENTS = 1 << 20
-# A copy of what is known may be so many times as large before it is not kept: the overlapping windows of a batch of time
-# series. It is made when the program first asks for it. At most 128 MB, and some 50 ms on the CPU.
+# A copy of what is known is kept up to here, as the overlapping windows of a batch of time series are. It is made when
+# the program first asks for it. At most 128 MB, and some 50 ms on the CPU.
 MAX_COPIED_ELEMENTS = 1 << 24
 # The limit for integers and bools if the routing is assumed: masks [tokens, choices, experts] pick each expert's
 # tokens. 1,000 tokens that choose 12 of 768 experts make 2^23. At most 128 MB, and some 50 ms for an op on the CPU.
