@@ -327,7 +327,7 @@ CACHE_SHARE_WITHOUT_MISSES = 0.3
 # From the A100 on data-centre parts have an L2 cache of two parts, of which each keeps what its own SMs read (NVIDIA
 # A100 whitepaper, 'A100 L2 Cache'). Rows are read again from there up to this share of both, and not beyond it:
 # logarithms of softmax over 32,000 to 151,936 numbers on an H100 and an H200 (torch 2.11, 2026-11:
-# validation/traces).
+# validation/traces). On an A100 [NeuSight] the other law does as well (10 % off for softmax, by this one 10.5).
 CACHES_IN_TWO_PARTS = {(8, 0), (9, 0), (10, 0), (10, 3)}
 HELD_SHARE_OF_TWO_PARTS = 0.55
 
