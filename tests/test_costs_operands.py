@@ -193,11 +193,10 @@ def rereads(program):
 
 def test_a_row_has_as_many_threads_as_the_kernel_gives_it():
     """Layer norm: 4 warps (cuComputeLayerNorm, vectorized, 128 threads). A row of softmax: a warp up to 2,048 elements,
-    a block of 1,024 threads as long as nine registers of each hold it. What no registers hold, and backward all beyond
-    a warp's 1,024: a power of two of 16-byte loads, from half of the row's, at most 1024, up to less than all
-    (SoftMax.cu)."""
+    else a block of 1,024 threads. Backward all beyond a warp's 1,024: a power of two of 16-byte loads, from half of the
+    row's, at most 1024, up to less than all (SoftMax.cu)."""
     assert rereads(lambda: F.layer_norm(T(6, 5000), (5000,)))[0].threads == 128
-    for columns, threads in [(8, 8), (1000, 32), (2048, 32), (2049, 1024), (9216, 1024), (9217, 512)]:
+    for columns, threads in [(8, 8), (1000, 32), (2048, 32), (2049, 1024), (9216, 1024), (9217, 1024)]:
         assert rereads(lambda n=columns: T(3, n).softmax(-1))[0].threads == threads, columns
     for columns, threads in [(1024, 32), (1028, 256), (2048, 256), (2052, 512), (4096, 512), (9000, 512)]:
         rows = rereads(lambda n=columns: aten._softmax_backward_data(T(3, n), T(3, n), -1, torch.float32))
