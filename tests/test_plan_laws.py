@@ -68,9 +68,10 @@ def test_attention_may_count_where_it_is_visible():
 
 
 def test_hidden_collectives_and_products_in_fp8_make_a_step_shorter():
-    plain = planned(tp=8).seconds
-    assert planned(tp=8, options={"async_tp": True}).seconds < plain
-    assert planned(options={"fp8": True, "mode": "compiled"}).seconds < planned(options={"mode": "compiled"}).seconds
+    """Compiled: in eager code the Python of DTensors and checkpoints keeps the GPUs waiting, with or without them."""
+    compiled = {"mode": "compiled"}
+    assert planned(tp=8, options=compiled | {"async_tp": True}).seconds < planned(tp=8, options=compiled).seconds
+    assert planned(options=compiled | {"fp8": True}).seconds < planned(options=compiled).seconds
 
 
 def mixture(**sizes):
