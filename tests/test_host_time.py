@@ -131,6 +131,8 @@ def test_a_checkpoint_with_hooks_takes_170_us_and_11_for_each_tensor_that_it_sav
     of its two calls of detach."""
     one = 4 * LAUNCH + (0.5 + 1.9) * VIEW + 5e-6 + 2 * VIEW
     more = (with_checkpoints(30, sines) - with_checkpoints(10, sines)) / 20
+    if torch.__version__.startswith("2.11."):  # which makes two empty tensors for each, and a node
+        more -= (2 + 0.5 + 1.9) * VIEW
     assert more == pytest.approx(170e-6 + sines * one, rel=0.02)
 
 
