@@ -1040,38 +1040,38 @@ def test_a_solver_on_one_matrix_is_not_told_to_take_a_larger_batch():
     assert not any("times the batch" in each.remedy for each in meter.report().advice)
 
 
+def assert_a_larger_batch_takes_what_is_told(report_of):
+    """`report_of` a step on so many items: the advice for 8 of them, beside a step on as many as it names."""
+    advice = next(each for each in report_of(8).advice if "times the batch" in each.remedy)
+    times = int(advice.remedy.split()[0])
+    assert times >= 16
+    assert advice.run_seconds_then == pytest.approx(report_of(8 * times).seconds / times, rel=0.05)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_larger_batch_is_told_of_data_that_the_step_itself_makes_on_the_host_or_on_the_device(device):
-    def seconds_and_advice(items):
+    def report_of(items):
         model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)).to("meta")
         with FlopMeter(H100) as meter:
             x, y = torch.randn(items, 256, device=device), torch.randint(0, 10, (items,), device=device)
             nn.functional.cross_entropy(model(x.to("meta")), y.to("meta")).backward()
-        report = meter.report()
-        return report.seconds, report.advice
+        return meter.report()
 
-    advice = next(each for each in seconds_and_advice(8)[1] if "times the batch" in each.remedy)
-    times = int(advice.remedy.split()[0])
-    assert times >= 16
-    assert advice.run_seconds_then == pytest.approx(seconds_and_advice(8 * times)[0] / times, rel=0.05)
+    assert_a_larger_batch_takes_what_is_told(report_of)
 
 
 def test_a_larger_batch_is_told_where_a_known_mask_picks_from_each_item():
     """As in masked language models, whose loss is of some tokens."""
 
-    def seconds_and_advice(items):
+    def report_of(items):
         model, x = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)).to("meta"), torch.empty(items, 256)
         labels, is_masked = torch.randint(0, 10, (items,)), torch.arange(items) % 2 == 0
         with FlopMeter(H100) as meter:
             x_there, labels_there, mask_there = x.to("meta"), labels.to("meta"), is_masked.to("meta")
             nn.functional.cross_entropy(model(x_there)[mask_there], labels_there[mask_there]).backward()
-        report = meter.report()
-        return report.seconds, report.advice
+        return meter.report()
 
-    advice = next(each for each in seconds_and_advice(8)[1] if "times the batch" in each.remedy)
-    times = int(advice.remedy.split()[0])
-    assert times >= 16
-    assert advice.run_seconds_then == pytest.approx(seconds_and_advice(8 * times)[0] / times, rel=0.05)
+    assert_a_larger_batch_takes_what_is_told(report_of)
 
 
 def reason_of(name, run, device=H100):

@@ -23,16 +23,10 @@ def hooked_checkpoints(trace: Trace) -> tuple[int, float]:
     again = [index for index, op in enumerate(trace.ops) if op.phase == "recompute" and op.graph is None]
     if not again:
         return 0, 0.0
-    detached = set(detached_for(trace, again))
-    runs_again, checkpoints, is_counted = set(again), 0, False
-    is_running = False
-    for index in range(again[0], len(trace.ops)):
-        if index in runs_again:
-            is_running = True
-        elif index not in detached:
-            is_running = is_counted = False
-        elif is_running and not is_counted:
-            checkpoints, is_counted = checkpoints + 1, True
+    detached = detached_for(trace, again)
+    marks = dict.fromkeys(again, "a") | dict.fromkeys(detached, "d")
+    runs = "".join(marks.get(index, " ") for index in range(len(trace.ops))).split()
+    checkpoints = sum("ad" in run for run in runs)
     return checkpoints, len(detached) / 2 if checkpoints else 0.0
 
 

@@ -141,8 +141,8 @@ def _nodes(kernels: list[Kernel], trace: Trace) -> Nodes:
     if not recorded:
         return Nodes()
     phases = Counter(kernel.op.phase for kernel in kernels)
-    checkpoints, saved = hooked_checkpoints(trace)
     again = max(1, phases["recompute"])
+    checkpoints, saved = hooked_checkpoints(trace) if phases["recompute"] else (0, 0.0)
     return Nodes(
         recorded / max(1, phases["forward"]), recorded / max(1, phases["backward"]), checkpoints / again, saved / again
     )

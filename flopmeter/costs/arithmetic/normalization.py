@@ -376,8 +376,12 @@ def _over_rows(call: Call, x: TensorSpec, instructions: float) -> tuple[Reread, 
     issued = ceil(instructions * ceil(taken / height))
     threads, rounds = COLUMNS_OF_BLOCK * height, ceil(taken / (height * ROWS_OF_WARP * (1 + is_ragged)))
     nbytes = 2 * x.nbytes
-    kernel = _as_kernel(Reread(nbytes, blocks, nbytes // blocks, threads, 0, rounds, element_operations=issued))
-    return (kernel._replace(in_turns=height > 1),)
+    return (
+        Reread(
+            nbytes, blocks, nbytes // blocks, threads,
+            accesses=rounds, is_kernel=True, element_operations=issued, in_turns=height > 1,
+        ),
+    )  # fmt: skip
 
 
 def _moments(x: TensorSpec, rows: int, least_threads: int = WARP_THREADS) -> Reread:

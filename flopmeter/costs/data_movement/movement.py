@@ -141,8 +141,7 @@ def _work_on_triangle(out: TensorSpec) -> VectorWork:
     instructions = threads * (of_place + of_thread * TRIANGLE_ELEMENT_OPERATIONS)
     sectors, lines = (WARP * TRIANGLE_BYTES // nbytes for nbytes in (SECTOR_BYTES, LINE_BYTES))
     again = ceil(threads / WARP) * (of_thread - 1)
-    scatter = Scatter(2 * again * lines, again * sectors) if of_thread > 1 else Scatter()
-    return VectorWork(instructions=instructions, scatter=scatter)
+    return VectorWork(instructions=instructions, scatter=Scatter(2 * again * lines, again * sectors))
 
 
 @rule(aten.flip)
