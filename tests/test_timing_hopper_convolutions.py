@@ -273,20 +273,59 @@ def test_tensors_in_nchw_are_turned_in_tiles_of_32_by_32_and_each_is_read_and_wr
     assert extra(Planes(9999, 32, 64)) - floor == pytest.approx(2 * full)
 
 
-@pytest.mark.parametrize("computes", ["output", "filter gradient"])
-def test_pixels_of_few_channels_are_loaded_once_for_each_tile_of_filters(computes):
-    """Tiles of 128 x 128; of two filters as well as of 128, but the filters themselves are loaded too. A gradient of
-    filters has them as rows, and its depth are pixels."""
+def test_pixels_of_few_channels_are_loaded_once_for_each_tile_of_filters_in_a_gradient_of_filters():
+    """Tiles of 128 x 128; of two filters as well as of 128, but the filters themselves are loaded too. They are the
+    rows, and the depth are pixels."""
 
     def loading(filters, channels=3):
-        implicit = Matmul(1, 10**6, filters, 147) if computes == "output" else Matmul(1, filters, 147, 10**6)
-        return extra(implicit=implicit, channels=channels, channels_last=True, computes=computes)
+        implicit = Matmul(1, filters, 147, 10**6)
+        return extra(implicit=implicit, channels=channels, channels_last=True, computes="filter gradient")
 
     one, two, full, twice = (loading(filters) for filters in (1, 2, 128, 256))
     assert one < two < full < 2.1 * one
     assert twice == pytest.approx(2 * full, rel=1e-3)
     assert loading(128, channels=8) == full  # 16 bytes of a pixel are one load
     assert loading(128, channels=9) == 0
+
+
+def test_over_pixels_of_few_channels_a_step_of_a_tile_is_one_position_of_the_filters():
+    """196 places an image and 768 filters of 16 x 16: 12 tiles for one image, 78 for 8, both at once on 132 SMs, and
+    588 for 64 images, one on each SM five times. The tiles are as wide for 1 channel as for 8."""
+
+    def steps(images, channels=3, side=16):
+        implicit = Matmul(1, 196 * images, 768, channels * side * side)
+        return extra(implicit=implicit, channels=channels, channels_last=True, kernel=(side, side))
+
+    assert steps(1) == steps(8) == steps(8, channels=1) == steps(8, channels=8) > 0
+    assert steps(64) == pytest.approx(5 * steps(1))
+    assert steps(8, side=32) == pytest.approx(4 * steps(8))
+    assert steps(8, channels=9) == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "images", "filters", "side", "stride", "channels_last", "measured"),
+    [
+        ("h100-sxm5-80gb", 1, 768, 16, 16, False, 99),
+        ("h100-sxm5-80gb", 8, 768, 16, 16, True, 96),
+        ("h100-sxm5-80gb", 64, 768, 16, 16, False, 567),
+        ("h200-sxm-141gb", 8, 1024, 14, 14, True, 76),
+        ("h200-sxm-141gb", 64, 96, 4, 4, False, 101),
+        ("h200-sxm-141gb", 128, 32, 3, 2, False, 208),
+    ],
+)
+def test_the_first_layers_of_vision_models_take_the_measured_time(
+    device, images, filters, side, stride, channels_last, measured
+):
+    """bf16, images of 224 x 224 and 3 channels; us of all kernels (validation/traces). The last two run on vector
+    units, which take fewer bytes than converted copies would."""
+    with torch.device("meta"):
+        layer = nn.Conv2d(3, filters, side, stride, padding=1 if side == 3 else 0, bias=False, dtype=torch.bfloat16)
+        image = torch.empty(images, 3, 224, 224, dtype=torch.bfloat16)
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    layer, image = layer.to(memory_format=form), image.to(memory_format=form)
+    with torch.no_grad(), FlopMeter(device) as meter:
+        layer(image)
+    assert meter.report().kernel_seconds * 1e6 == pytest.approx(measured, rel=0.2)
 
 
 def test_a_filter_that_is_wide_one_way_alone_is_no_product_over_images_as_they_lie():

@@ -200,10 +200,23 @@ CONVERTED_TILE_CYCLES = 366
 # many integer operations for each element that it reads (217 and 249 us for 38.5 million in bf16 and fp32).
 PADDED_BYTES = 16
 PADDING_OPERATIONS = 100
-# Where these 16 bytes are all of a pixel, the threads of the implicit GEMM work out the place of each. 2 x 50,176 x 768
-# x 768 and 2 x 3.2 million x 64 x 147 FLOPs take 1.35 and 1.54 ms, tf32 as long: an SM takes this many cycles for each
-# load. Gradients of filters take less: .42 and .88 ms.
-PIXEL_LOAD_CYCLES = {"output": 1.9, "filter gradient": 0.9, "input gradient": 1.9}
+# Where these 16 bytes are all of a pixel, cuDNN's kernels have Ampere's instructions. A step of their main loop takes
+# one position of the filters and 64 bytes of channels, present or not, so that 16 x 16 positions of 3 channels are
+# multiplied as 8,192. Tiles of 128 x 128 or 256 x 64 reach this share of the rate of `mma`: ten calls with filters of
+# 7, 14 and 16, for 1 to 256 images, in bf16 and tf32, reach .68 to .78, and one more .58.
+PIXEL_STEP_BYTES = 64
+PIXEL_STEP_SHARE = 0.73
+PIXEL_TILES = ((128, 128), (256, 64))
+# Gradients of filters go through pixels, not positions; there threads work out the place of each. 2 x 50,176 x 768 x
+# 768 and 2 x 3.2 million x 64 x 147 FLOPs take .42 and .88 ms: an SM takes this many cycles for each load.
+PIXEL_LOAD_CYCLES = 0.9
+# With few positions too, kernels without matrix units are faster than that, and convert nothing
+# (`convolve_common_engine_float_NHWC`, `implicit_convolve_sgemm`). Tiles have 32 filters, and steps of 8 values. Of the
+# fp32 vector peak, filters of 3 x 3 and 4 x 4 over 3 channels in bf16 reach .20 to .22 in NHWC (five calls) and
+# .23 to .37 in NCHW (four). (cuDNN took such a kernel for one image with filters of 16 x 16 in NHWC too, and none
+# in NCHW or for 4 and 8 images, where it would have been faster: not predicted.)
+DIRECT_TILE = (32, 8)
+DIRECT_SHARE = {"channels-last": 0.21, "contiguous": 0.27}
 
 # Share of the fp32 vector peak that depthwise convolutions reach; they do not use matrix units. In channels-last they
 # are bound by memory up to a side of 7 (.25 and above are equally good on [timm]). For longer sides cuDNN has no such

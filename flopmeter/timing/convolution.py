@@ -10,6 +10,7 @@ from flopmeter.records import Convolution, ConvolutionWork, Cost, Matmul, Planes
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import cycles_to_seconds, integer_seconds
+from flopmeter.timing.gemm_kernels import legacy_mma_share
 from flopmeter.timing.grouped_convolution import (
     has_long_filters,
     layout_seconds,
@@ -67,10 +68,28 @@ def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Ha
         extra += 0.0 if shape.channels_last else _conversion_seconds(shape, item_bytes, hardware)
     else:
         extra = (_padding if shape.channels_last else _conversion_seconds)(shape, item_bytes, hardware)
-        if not _is_first_of_resnet(shape, implicit, cost.dtype):
-            pixels = _by_pixels(shape, implicit, item_bytes, hardware)
-            busy = busy._replace(work_seconds=max(busy.work_seconds, pixels))
+        if _loads_pixels(shape, item_bytes) and not _is_first_of_resnet(shape, implicit, cost.dtype):
+            return _over_pixels(busy, cost, work, extra, hardware)
     return busy.with_traffic(extra)
+
+
+def _over_pixels(busy: Busy, cost: Cost, work: ConvolutionWork, extra: float, hardware: Hardware) -> Busy:
+    """The time over pixels of few channels, on matrix units with conversions that take `extra` seconds or, where the
+    outputs fill the device, on vector units without."""
+    shape, implicit, item_bytes = work.shape, work.implicit, item_bytes_of(cost.dtype)
+    pixels = _pixel_seconds(shape, implicit, item_bytes, hardware)
+    padded = busy._replace(work_seconds=max(busy.work_seconds, pixels)).with_traffic(extra)
+    if shape.computes == "filter gradient" or item_bytes != 2 or _pixel_tiles(implicit) < hardware.sm_count:
+        return padded
+    return fastest((padded, _computing(busy, _direct_seconds(shape, implicit, hardware))))
+
+
+def _direct_seconds(shape: Convolution, implicit: Matmul, hardware: Hardware) -> float:
+    """Seconds on vector units, over images as they lie."""
+    filters, depth = constants.DIRECT_TILE
+    macs = implicit.m * ceil(implicit.n / filters) * filters * ceil(implicit.k / depth) * depth
+    share = constants.DIRECT_SHARE["channels-last" if shape.channels_last else "contiguous"]
+    return 2 * macs / (hardware.vector_peak("fp32").flop_per_s * share)
 
 
 def _computing(busy: Busy, seconds: float) -> Busy:
@@ -181,16 +200,22 @@ def _padded_channels(planes: Planes, item_bytes: float) -> int:
     return ceil(planes.channels / multiple) * multiple
 
 
-def _by_pixels(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> float:
-    """Seconds that the threads of an implicit GEMM take to load pixels of few channels, each by itself; 0 where a load
-    takes no more than a part of a pixel."""
-    if not _loads_pixels(shape, item_bytes):
-        return 0.0
-    positions, side = prod(shape.kernel), constants.FULL_TILE_SIDE
-    images, filters = (implicit.k, implicit.m) if shape.computes == "filter gradient" else (implicit.m, implicit.n)
-    loads = positions * (images * ceil(filters / side) + filters * ceil(images / side))
-    cycles = loads * constants.PIXEL_LOAD_CYCLES[shape.computes] / hardware.sm_count
-    return cycles_to_seconds(cycles, hardware)
+def _pixel_seconds(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> float:
+    """Seconds of an implicit GEMM over pixels of few channels: its steps, tile by tile, or where depth are the pixels
+    themselves, their loads."""
+    if shape.computes == "filter gradient":
+        side = constants.FULL_TILE_SIDE
+        loads = implicit.k * ceil(implicit.m / side) + implicit.m * ceil(implicit.k / side)
+        cycles = prod(shape.kernel) * loads * constants.PIXEL_LOAD_CYCLES / hardware.sm_count
+        return cycles_to_seconds(cycles, hardware)
+    macs = prod(constants.PIXEL_TILES[0]) * prod(shape.kernel) * constants.PIXEL_STEP_BYTES / item_bytes
+    rate = hardware.contraction_peak("bf16" if item_bytes == 2 else "tf32").flop_per_s * legacy_mma_share(hardware)
+    waves = ceil(_pixel_tiles(implicit) / hardware.sm_count)
+    return waves * hardware.sm_count * 2 * macs / (rate * constants.PIXEL_STEP_SHARE)
+
+
+def _pixel_tiles(implicit: Matmul) -> int:
+    return min(ceil(implicit.m / rows) * ceil(implicit.n / columns) for rows, columns in constants.PIXEL_TILES)
 
 
 def _loads_pixels(shape: Convolution, item_bytes: float) -> bool:
