@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from costs_support import costs_in, meta
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile
 
 from flopmeter import FlopMeter
-from flopmeter.records import MOVEMENT, NORMALIZATION
+from flopmeter.records import ATTENTION, MOVEMENT, NORMALIZATION
+
+aten = torch.ops.aten
 
 PROGRAMS = {
     "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
@@ -192,3 +195,38 @@ def test_a_compiled_product_has_its_copies_too():
         torch.relu(meta(8, 32).mul(2)[:, ::2] @ meta(16, 32))
     names = [kernel.cost.name for kernel in meter.report(mode="compiled").kernels]
     assert names == ["mul", "mm", "mm", "relu"]
+
+
+# --- what attention takes
+
+
+@pytest.mark.parametrize(
+    ("backend", "by_heads", "of_a_sum"),
+    [(SDPBackend.FLASH_ATTENTION, 1, 1), (SDPBackend.EFFICIENT_ATTENTION, 1, 1), (SDPBackend.CUDNN_ATTENTION, 0, 1)],
+)
+def test_attention_copies_a_gradient_whose_tokens_do_not_lie_whole(backend, by_heads, of_a_sum):
+    """FlashAttention and the memory-efficient kernels take a gradient [B, S, H, D] in one piece, cuDNN one with dense
+    rows (aten/src/ATen/native/transformers/cuda/attention_backward.cu)."""
+
+    def copies(gradient):
+        q, k, v = (meta(2, 128, 4, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
+        with sdpa_kernel(backend), FlopMeter("h100-sxm5-80gb") as meter:
+            F.scaled_dot_product_attention(q, k, v).backward(gradient)
+        costs = [kernel.cost for kernel in meter.report().kernels if kernel.cost.name.endswith("_backward")]
+        assert all(cost.bytes_written == 2 * 2 * 128 * 4 * 64 for cost in costs[:-1])
+        return len(costs) - 1
+
+    assert copies(meta(2, 128, 4, 64, dtype=torch.bfloat16).transpose(1, 2)) == 0
+    assert copies(meta(2, 4, 128, 64, dtype=torch.bfloat16)) == by_heads
+    assert copies(meta(1, 1, 1, 1, dtype=torch.bfloat16).expand(2, 4, 128, 64)) == of_a_sum
+
+
+def test_flash_attention_copies_a_result_that_lies_by_heads_too():
+    """As torch 2.11 did on an H100: two copies before the kernels of the gradients."""
+    by_heads = [meta(2, 16, 512, 64, dtype=torch.bfloat16) for _ in range(5)]
+    lse, state = meta(2, 16, 512), meta(2, dtype=torch.uint64)
+
+    def backward():
+        aten._scaled_dot_product_flash_attention_backward(*by_heads, lse, None, None, 512, 512, 0.0, True, state, state)
+
+    assert [cost.op_class for cost in costs_in(backward)] == [MOVEMENT, MOVEMENT, ATTENTION]

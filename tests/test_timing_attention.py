@@ -129,14 +129,43 @@ def test_flash_2_on_an_h100_speeds_up_with_the_sequence_as_published(length, mea
 def test_flash_2_backward_on_an_h100_speeds_up_with_the_sequence_as_published(length, measured):
     """The same paper, figure 6: backward, no mask."""
     batch = 16384 // length
-    tensors = [meta(batch, length, 16, 128) for _ in range(5)]
-    lse, state = meta(batch, 16, length, dtype=torch.float32), meta(2, dtype=torch.uint64)
-
-    def backward():
-        aten._flash_attention_backward(*tensors, lse, None, None, length, length, 0.0, False, state, state)
-
     flops = 10 * batch * 2048 * length**2
-    assert flops / seconds(backward, H100) == pytest.approx(measured, rel=0.1)
+    assert flops / flash_backward(H100, batch, 16, length, 128, causal=False) == pytest.approx(measured, rel=0.1)
+
+
+def flash_backward(device, batch, heads, tokens, head_dim, *, causal):
+    tensors = [meta(batch, tokens, heads, head_dim) for _ in range(5)]
+    lse, state = meta(batch, heads, tokens, dtype=torch.float32), meta(2, dtype=torch.uint64)
+    return seconds(
+        lambda: aten._flash_attention_backward(*tensors, lse, None, None, tokens, tokens, 0.0, causal, state, state),
+        device,
+    )
+
+
+def test_flash_2_backward_on_an_a100_reaches_the_published_rate():
+    """Dao, FlashAttention-2, arXiv 2307.08691, figure 6: 175 TFLOP/s, head dimension 128. No constant of the backward
+    pass was set on it."""
+    flops = 10 * 16 * 16384**2 * 128
+    assert flops / flash_backward(A100, 1, 16, 16384, 128, causal=False) == pytest.approx(175e12, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "batch", "heads", "tokens", "head_dim", "causal", "microseconds"),
+    [
+        ("h100-sxm5-80gb", 8, 16, 512, 64, False, 113),
+        ("h100-sxm5-80gb", 128, 12, 197, 64, False, 467),  # two tiles of 128 each way
+        ("h100-sxm5-80gb", 1, 24, 4608, 128, False, 2251),
+        ("h100-sxm5-80gb", 4, 32, 1024, 128, True, 464),
+        ("h100-sxm5-80gb", 1, 16, 16384, 128, True, 8663),  # a head's blocks nearly fill the device
+        ("h100-sxm5-80gb", 2, 16, 2048, 256, True, 880),  # twice the gradient of queries for a block of keys
+        ("h200-sxm-141gb", 32, 16, 257, 80, False, 333),
+        ("h200-sxm-141gb", 1, 8, 8192, 64, False, 1210),
+    ],
+)
+def test_flash_2_backward_takes_the_time_of_profiles(gpu, batch, heads, tokens, head_dim, causal, microseconds):
+    """All three kernels (validation/traces, kernels_attention), without copies of gradients that lie otherwise."""
+    predicted = flash_backward(load_hardware(gpu), batch, heads, tokens, head_dim, causal=causal)
+    assert predicted * 1e6 == pytest.approx(microseconds, rel=0.08)
 
 
 # --- single measurements ---------------------------------------------------------------------------------------------
@@ -242,6 +271,29 @@ def test_tiles_are_those_of_flash_attentions_launch_templates(gpu, head_dim, cau
     12.0; the longest heads take tiles by the shared memory."""
     shape = AttentionShape(1, 1, 1, 64, 64, head_dim, head_dim, Mask(right=0) if causal else Mask())
     assert tile_of(attention_kernels.FLASH_2, shape, load_hardware(gpu)) == tile
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head_dim", "tile"),
+    [
+        ("a100-sxm4-80gb", 64, (128, 128)),
+        ("a100-sxm4-80gb", 96, (128, 64)),
+        ("h100-sxm5-80gb", 128, (128, 64)),
+        ("h100-sxm5-80gb", 192, (64, 64)),
+        ("h100-sxm5-80gb", 256, (64, 64)),
+        ("rtx-4090", 32, (128, 128)),
+        ("rtx-3090", 64, (128, 64)),
+        ("rtx-5090", 128, (64, 64)),
+        ("l40s", 256, (32, 64)),
+    ],
+)
+def test_backward_tiles_of_keys_and_queries_are_those_of_flash_attentions_launch_templates(gpu, head_dim, tile):
+    """csrc/flash_attn/src/flash_bwd_launch_template.h: by the shared memory that a block may have."""
+    shape = AttentionShape(1, 1, 1, 64, 64, head_dim, head_dim, is_backward=True)
+    assert (
+        tile_of(kernel_of("flash", load_hardware(gpu), in_16_bits=True, is_backward=True), shape, load_hardware(gpu))
+        == tile
+    )
 
 
 def test_under_a_window_flash_attention_has_the_tiles_of_a_kernel_that_is_not_causal():

@@ -54,17 +54,27 @@ def _is_for_scan(call: Call, spec: TensorSpec) -> bool:
     return spec.dtype == call.outputs[0].dtype and _is_contiguous(call, spec)
 
 
+def _is_by_tokens(_: Call, spec: TensorSpec) -> bool:
+    """Whether all heads of a token, [B, H, S, D], lie side by side, as attention writes its result."""
+    return spec.stride == _by_tokens(spec).stride
+
+
+def _has_dense_rows(_: Call, spec: TensorSpec) -> bool:
+    """Whether cuDNN takes it (`innermost_dO_stride` in aten/src/ATen/native/cudnn/MHA.cpp)."""
+    return spec.stride[-1] == 1
+
+
 class _Takes(NamedTuple):
     operands: tuple[str, ...]
     as_it_lies: Callable[[Call, TensorSpec], bool]
     casts: bool = False  # the copy has the type of the result
+    by_tokens: bool = False  # the copy has all heads of a token side by side
 
 
 # What each op copies unless it lies so: arguments of which it makes `contiguous()` ones (aten/src/ATen/native:
 # cuda/SoftMax.cu host_softmax and host_softmax_backward, cuda/layer_norm_kernel.cu, group_norm.cpp, cuda/ScanUtils.cuh
-# scan_dim), or casts to the type of its result (ReduceOps.cpp), and the matrices that it hands to cuBLAS
-# (cuda/Blas.cpp).
-_TAKES: Mapping[OpOverloadPacket, _Takes] = {
+# scan_dim), or casts to the type of its result (ReduceOps.cpp).
+_INDUCTOR_WRITES: Mapping[OpOverloadPacket, _Takes] = {
     aten._softmax: _Takes(("self",), _is_contiguous),
     aten._log_softmax: _Takes(("self",), _is_contiguous),
     aten._softmax_backward_data: _Takes(("grad_output", "output"), _is_contiguous),
@@ -77,23 +87,32 @@ _TAKES: Mapping[OpOverloadPacket, _Takes] = {
     aten._fused_rms_norm_backward: _Takes(("grad_out", "input"), _is_contiguous),
     **dict.fromkeys((aten.sum, aten.nansum, aten.mean, aten.prod), _Takes(("self",), _is_for_sum, casts=True)),
     **dict.fromkeys((aten.cumsum, aten.cumprod), _Takes(("self",), _is_for_scan, casts=True)),
+}
+# The matrices that are handed to cuBLAS (cuda/Blas.cpp), and gradients and results of attention
+# (transformers/cuda/attention_backward.cu), in compiled code too.
+_LIBRARIES_RUN: Mapping[OpOverloadPacket, _Takes] = {
     **dict.fromkeys((aten.mm, aten._int_mm, aten.bmm), _Takes(("self", "mat2"), _is_for_cublas)),
     **dict.fromkeys((aten.addmm, aten.addmm_, aten._addmm_activation), _Takes(("mat1", "mat2"), _is_for_cublas)),
     **dict.fromkeys((aten.baddbmm, aten.baddbmm_), _Takes(("batch1", "batch2"), _is_for_cublas)),
     aten.mv: _Takes(("self",), _is_for_cublas),
     **dict.fromkeys((aten.addmv, aten.addmv_), _Takes(("mat",), _is_for_cublas)),
+    aten._flash_attention_backward: _Takes(("grad_out", "out"), _is_contiguous),
+    aten._scaled_dot_product_flash_attention_backward: _Takes(("grad_out", "out"), _is_by_tokens, by_tokens=True),
+    aten._scaled_dot_product_cudnn_attention_backward: _Takes(("grad_out",), _has_dense_rows, by_tokens=True),
+    aten._efficient_attention_backward: _Takes(("grad_out_",), _is_contiguous),
+    aten._scaled_dot_product_efficient_attention_backward: _Takes(("grad_out_",), _is_by_tokens, by_tokens=True),
 }
+_TAKES = {**_INDUCTOR_WRITES, **_LIBRARIES_RUN}
 
 
-def reads_dense(call: Call) -> bool:
-    """Whether the op copies operands that are not dense. Code that inductor writes for it does not."""
-    return call.func.overloadpacket in _TAKES
+def inductor_reads(call: Call) -> bool:
+    """Whether inductor writes code for the op, which reads operands where they lie."""
+    return call.func.overloadpacket in _INDUCTOR_WRITES
 
 
-def multiplies_matrices(call: Call) -> bool:
-    """Whether cuBLAS runs the op, so that its copies are not inductor's to write either."""
-    takes = _TAKES.get(call.func.overloadpacket)
-    return takes is not None and takes.as_it_lies is _is_for_cublas
+def a_library_reads(call: Call) -> bool:
+    """Whether a library runs the op in compiled code too, so that its copies are not inductor's to write either."""
+    return call.func.overloadpacket in _LIBRARIES_RUN
 
 
 def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
@@ -103,7 +122,7 @@ def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
         return (), call
     given = [call.argument(name) for name in takes.operands]
     copies = {
-        spec: _copied(call, scratch(spec, number), casts=takes.casts)
+        spec: _copied(call, scratch(spec, number), takes)
         for number, spec in enumerate(dict.fromkeys(given), 1)
         if not takes.as_it_lies(call, spec)
     }
@@ -121,9 +140,16 @@ def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
     return first, replace(call, args=tuple(args), kwargs=kwargs, inputs=inputs)
 
 
-def _copied(call: Call, spec: TensorSpec, *, casts: bool) -> TensorSpec:
-    dtype = call.outputs[0].dtype if casts else spec.dtype
-    return in_one_piece(spec, spec.shape)._replace(dtype=dtype)
+def _copied(call: Call, spec: TensorSpec, takes: _Takes) -> TensorSpec:
+    dtype = call.outputs[0].dtype if takes.casts else spec.dtype
+    return (_by_tokens(spec) if takes.by_tokens else in_one_piece(spec, spec.shape))._replace(dtype=dtype)
+
+
+def _by_tokens(spec: TensorSpec) -> TensorSpec:
+    """[B, H, S, D], laid out as [B, S, H, D]."""
+    batch, heads, tokens, depth = spec.shape
+    of_batch, of_token, of_head, of_element = in_one_piece(spec, (batch, tokens, heads, depth)).stride
+    return spec._replace(stride=(of_batch, of_head, of_token, of_element))
 
 
 def copy_of(call: Call, spec: TensorSpec, copy: TensorSpec) -> Cost:

@@ -9,7 +9,7 @@ and a second kernel combines the results.
 from __future__ import annotations
 
 import functools
-from math import ceil, prod
+from math import ceil, prod, sqrt
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
@@ -29,6 +29,7 @@ _WARPGROUP_CAPABILITIES = (9, 10)  # majors with matmuls of several warps, which
 # (`sdpa_vector_2pass` in aten/src/ATen/native/mps); others are taken to be like these.
 _FILLING_TILES = ("nvidia", "amd")
 _ITEM_BYTES = 2  # of what flash attention works on
+_DQ_BYTES = 4  # of a gradient while it is added up
 _SPLITTING: tuple[AttentionBackend, ...] = ("flash", "flash_3", "cudnn", "flex_decoding", "paged")  # they split keys
 _NEWEST: tuple[AttentionBackend, ...] = ("cudnn", "flash_3")  # by their device's own instructions
 
@@ -71,7 +72,7 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
     shape, memory = attends.shape, memory / launch.kernel.read_share
     masked_share = _masked_tiles(launch, shape) / max(launch.grid.tiles, 1)
     filled = _filled_share(launch, shape)
-    of_score = score_seconds(attends, cost.dtype, launch.kernel, masked_share, filled, hardware, peak)
+    of_score = score_seconds(attends, cost.dtype, launch, masked_share, filled, hardware, peak)
     of_tile = launch.rows * launch.columns * of_score
     if attends.backend == "paged":
         of_tile += _page_seconds(launch, hardware)
@@ -90,9 +91,19 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
     if attends.backend == "paged" and launch.heads < shape.heads and hardware.vendor == "nvidia":
         extra += _group_copies(shape, _ITEM_BYTES * elements * shape.head_dim, hardware)
     if shape.is_backward and attends.backend != "flex":
-        extra = elements * shape.head_dim * attention_kernels.BACKWARD_EXTRA_BYTES / bandwidth
+        extra = _gradient_bytes(shape, launch.kernel) / bandwidth
     blocks = launch.heads * launch.grid.blocks * launch.slices
     return Busy(compute, memory + extra, work + extra, sms=min(1.0, blocks / hardware.sm_count))
+
+
+def _gradient_bytes(shape: AttentionShape, kernel: AttentionKernel) -> int:
+    """Bytes that the kernels before and after the main one of a backward pass move, and it adds to memory."""
+    copied, plain = shape.all_queries * shape.head_dim, shape.all_queries * shape.head_dim
+    if kernel.dq_cycles_per_byte:
+        multiple = attention_kernels.DQ_COPY_QUERIES
+        queries = sum(count * ceil(size / multiple) * multiple for count, size, _ in shape.sizes)
+        copied = queries * _padded(shape.head_dim)
+    return shape.heads * (attention_kernels.DQ_COPY_BYTES * copied + attention_kernels.ROW_SUM_BYTES * plain)
 
 
 def kernel_of(
@@ -122,6 +133,8 @@ def kernel_of(
         return attention_kernels.CUDNN_HOPPER_BACKWARD if is_backward else attention_kernels.CUDNN_HOPPER
     if splits:
         return attention_kernels.FLASH_2_SPLIT
+    if is_backward:
+        return attention_kernels.FLASH_2_BACKWARD
     return attention_kernels.FLASH_2_PAGED if backend == "paged" else attention_kernels.FLASH_2
 
 
@@ -298,7 +311,7 @@ def _is_new(work: AttentionWork, hardware: Hardware) -> bool:
 def score_seconds(
     work: AttentionWork,
     dtype: str,
-    kernel: AttentionKernel,
+    launch: _Launch,
     masked_share: float,
     filled_share: float,
     hardware: Hardware,
@@ -310,11 +323,14 @@ def score_seconds(
     a key stand behind. These take no less than the multiply-adds at the rate that is left by the power limit (padding
     takes time but little power), and by GeForce's half rate for sums in fp32, which hides the softmax.
     """
-    shape, sms = work.shape, hardware.sm_count
+    shape, kernel, sms = work.shape, launch.kernel, hardware.sm_count
     legacy = 1.0 if _is_new(work, hardware) else legacy_mma_share(hardware)
     pipe = max(peak.flop_per_s, peak.sustained_flop_per_s) * legacy
     padded, plain = (_flops_per_score(work, pads=pads) for pads in (True, False))
-    cycles = kernel.backward_score_cycles if shape.is_backward else kernel.score_cycles
+    cycles = kernel.score_cycles
+    if shape.is_backward:  # a row of gradients is added once for each block of keys
+        added = _DQ_BYTES * _padded(shape.head_dim) / launch.rows
+        cycles = kernel.backward_score_cycles + kernel.dq_cycles_per_byte * added
     cycles += masked_share * attention_kernels.MASKED_SCORE_CYCLES
     cycles += work.adds_bias * kernel.bias_cycles + work.drops * kernel.dropout_cycles
     issue = pipe * issue_ratio(dtype, hardware) * attention_kernels.ATTENTION_PIPE_SHARE
@@ -411,4 +427,13 @@ def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> f
     longest = ceil(grid.longest / launch.slices) * tile_seconds
     if grid.tiles == grid.blocks * grid.longest:
         return busy * ceil(blocks / sms) * sms / blocks
-    return max(longest, busy + (0.0 if kernel.longest_first else longest * attention_kernels.ATTENTION_TAIL))
+    return max(longest, busy + longest * _tail(kernel, grid, sms))
+
+
+def _tail(kernel: AttentionKernel, grid: Grid, sms: int) -> float:
+    """How much of the longest block the last one ends after the mean."""
+    if kernel.longest_first:
+        return 0.0
+    if kernel.longest_of_head_first:
+        return attention_kernels.OF_HEAD_TAIL * sqrt(max(0.0, 1 - grid.blocks / sms))
+    return attention_kernels.ATTENTION_TAIL

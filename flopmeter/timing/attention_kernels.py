@@ -20,13 +20,14 @@ class AttentionKernel(NamedTuple):
     tiles: Tiles
     blocks_per_sm: int  # at most, at a time: while one begins or ends, another one computes
     score_cycles: float  # of an SM per score, not hidden behind the matmuls: exp, row sums, conversion
-    backward_score_cycles: float  # the same in the backward pass, which also adds to dq atomically
+    backward_score_cycles: float  # the same in the backward pass
     overlap_exponent: float  # of arithmetic and memory traffic, as in constants.py
     block_cycles: float  # of a block besides its tiles: start, queries and first keys from DRAM, output
     shared_queries: float = 0  # up to this many queries, heads with the same keys share a block
     split_queries: float = inf  # up to this many, the library also has a kernel that splits the keys
     shares_in_window: bool = False  # they do so under a window too
-    longest_first: bool = False  # under a causal mask the blocks with most keys start first
+    longest_first: bool = False  # under a causal mask the blocks with most tiles start first
+    longest_of_head_first: bool = False  # of each head
     speed: float = 1.0  # of all that an SM does for a score, against the family that the other figures are from
     flop_per_cycle: tuple[float, float] | None = None  # most that the matmuls of an SM reach: forward, backward
     wide_speed: tuple[float, float] = (1.0, 1.0)  # the same as `speed`, forward and backward, of heads of more than 128
@@ -36,6 +37,7 @@ class AttentionKernel(NamedTuple):
     read_share: float = 1.0  # of the bandwidth of a copy, which its loads reach
     bias_cycles: float = 0.0  # of an SM per score, for a mask in memory that is added to it
     dropout_cycles: float = 0.0  # the same, for the random number that decides whether it is dropped
+    dq_cycles_per_byte: float = 0.0  # of an SM, to add to the gradients of queries in memory; else in the cycles above
     combines_at_a_time: int = 1  # slices that a block of the combining kernel loads before it waits for them
     tiles_on: Mapping[tuple[int, int], Tiles] = {}  # other tiles, by compute capability
     causal_tiles_on: Mapping[tuple[int, int], Tiles] = {}  # those under a causal mask, and in the backward pass
@@ -65,9 +67,10 @@ MOST_EVEN_HEAD_DIM = 128
 # FlashAttention-2's tiles are in its launch templates (Dao-AILab/flash-attention, csrc/flash_attn/src), those of
 # FlashAttention-3 in hopper/tile_size.h; cuDNN's kernels on Hopper are taken to be like the latter.
 # An SM computes 16 exp per clock cycle (CUDA C++ Programming Guide), .0625 cycles each. FlashAttention-2 hides none of
-# them: .1 with the rest of the softmax, .38 backward. They and the .9 are from the papers' curves, and alike on A100
-# (220 and 175 TFLOP/s forward and backward at head dimension 128, arXiv 2307.08691) and H100 (335 and 322 in arXiv
-# 2407.08608, where FlashAttention-2 is compared with). In FlashAttention-3 two warpgroups take turns, which hides about
+# them: .1 with the rest of the softmax (.38 backward in kernels that are taken to be like it, with what they add to
+# gradients). They and the .9 are from the papers' curves, and alike on A100 (220 and 175 TFLOP/s forward and backward
+# at head dimension 128, arXiv 2307.08691) and H100 (335 and 322 in arXiv 2407.08608, where FlashAttention-2 is compared
+# with). In FlashAttention-3 two warpgroups take turns, which hides about
 # half: .055 (from prefill on H100 and H200, aiconfigurator@095f58a; .045 to .06 are alike). Backward, as much is
 # assumed (.22).
 # The exponent 1.5 is from the ramp of the curve on H100: 191 TFLOP/s at 512 tokens, where traffic takes half of the
@@ -91,6 +94,20 @@ FLASH_2 = AttentionKernel(
     causal_tiles_on={(8, 6): _FLASH_2_CAUSAL_TILES_8_6, (8, 9): _FLASH_2_CAUSAL_TILES_8_6},
     blocks_per_sm=2, score_cycles=0.1, backward_score_cycles=0.38, overlap_exponent=1.5, block_cycles=4000,
     masks_by_count=True, dropout_cycles=80 / 16 / 64 + 2 / 64,
+)  # fmt: skip
+# The backward pass keeps keys and passes over queries (flash_bwd_launch_template.h). Its softmax takes what the forward
+# pass's does. For each tile it adds the gradients of its queries to memory in fp32, one element a thread, which keeps
+# an SM .0825 cycles a byte (1.6 TB/s on an H100), and a block takes 6,000 cycles besides. Set on 21 calls on an H100
+# and an H200 with heads of 40 to 256 and 196 to 16,384 tokens, which are met within 3 % in the mean (torch 2.11,
+# 2026-11: validation/traces; by .38 cycles a score it was 14 %). The A100's 175 TFLOP/s come out as 173.
+FLASH_2_BACKWARD = FLASH_2._replace(
+    tiles=((64, 128, 128), (128, 128, 64), (512, 64, 64)),
+    tiles_on=dict.fromkeys(
+        ((8, 6), (8, 9), (12, 0), (12, 1)),  # whose blocks have 99 KiB of shared memory
+        ((32, 128, 128), (96, 128, 64), (192, 64, 64), (512, 32, 64)),
+    ),
+    causal_tiles_on={}, blocks_per_sm=1, longest_of_head_first=True, block_cycles=6000,
+    backward_score_cycles=FLASH_2.score_cycles, dq_cycles_per_byte=0.0825,
 )  # fmt: skip
 # The kernel that can split keys reads a cache as products read weights, by `cp.async`: their overlap and their share of
 # the bandwidth (MMA in gemm_kernels.py; aiconfigurator's vLLM rows: 2 to 2.7 are alike).
@@ -231,6 +248,10 @@ FLEX_KEY_SHARE = 4 / 7  # of the backward pass's products, those of blocks that 
 # Where blocks differ in length, the SMs run out of work at different times: the last ends so much of the longest block
 # after the mean. Simulated for FlashAttention-2's grids with two blocks on an SM: .6 to 1.2, lower for long sequences.
 ATTENTION_TAIL = 0.7
+# Where each head begins with its longest block, as in FlashAttention-2's backward pass, the last blocks are short: .45
+# to .65 with 8 to 32 blocks a head, .47 with 64, .39 with 96, .1 with 128 and .02 with 256, for 16 to 256 heads on 132
+# SMs (simulated). This times the root of 1 - blocks / SMs comes within .1 of all.
+OF_HEAD_TAIL = 0.6
 
 # Shared memory of an SM where no table has it, and what the system takes of it for each thread block (CUDA C++
 # Programming Guide, table of technical specifications).
@@ -249,5 +270,7 @@ COMBINE_SECONDS = 4e-6
 HEAD_DIMENSION_MULTIPLES = (32, 64)
 
 # Bytes of an element of dq in addition to those of the op's tensors: FlashAttention's backward sets a copy in fp32 to
-# zero, adds to it, and converts it, and another kernel reads the output and its gradient for the row sums.
-BACKWARD_EXTRA_BYTES = 16
+# zero, adds to it, and converts it, and another kernel reads the output and its gradient for the row sums. The copy of
+# FlashAttention-2 has a multiple of 128 queries (`seqlen_q_rounded` in flash_api.cpp).
+DQ_COPY_BYTES, ROW_SUM_BYTES = 12, 4
+DQ_COPY_QUERIES = 128

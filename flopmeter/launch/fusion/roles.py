@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.dense_operands import multiplies_matrices, reads_dense
+from flopmeter.costs.dense_operands import a_library_reads, inductor_reads
 from flopmeter.records import (
     ELEMENTWISE,
     INDEXING,
@@ -156,7 +156,7 @@ def _is_for_library(call: Call, cost: Cost) -> bool:
     published compiled times of mixnet, res2net and cspresnet (timm) are predicted better."""
     written = [region.spec for region in cost.writes if region.spec is not None]
     is_scratch = bool(written) and all(spec.storage < 0 for spec in written)
-    return multiplies_matrices(call) or (is_scratch and not reads_dense(call))
+    return a_library_reads(call) or (is_scratch and not inductor_reads(call))
 
 
 def _role_of_scatter(call: Call, cost: Cost) -> Role:
