@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, FLOAT8_OPERATIONS, elements_grid, index_operations
+from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, elements_grid, index_operations
 from flopmeter.costs.reduce_grid import grid_of
 from flopmeter.costs.scatter import scatter_of
 from flopmeter.records import Access, Call, HostCopy, Scatter, TensorSpec, ThreadGrid
@@ -167,10 +167,9 @@ def _copy(call: Call) -> Walk:
 
 def cast_operations(source: torch.dtype, target: torch.dtype) -> int:
     """Integer operations of a cast, for each element."""
-    if source == target or (source == torch.float32 and target in HALVES):
-        return 0
-    is_float8 = target.is_floating_point and target.itemsize == 1
-    return FLOAT8_OPERATIONS if is_float8 and source in (torch.float32, *HALVES) else CAST_OPERATIONS
+    is_float8 = target.is_floating_point and target.itemsize == 1 and source in (torch.float32, *HALVES)
+    has_own_kernel = is_float8 or (source == torch.float32 and target in HALVES)
+    return 0 if source == target or has_own_kernel else CAST_OPERATIONS
 
 
 def _order(spec: TensorSpec) -> list[int]:

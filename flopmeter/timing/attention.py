@@ -339,6 +339,9 @@ def score_seconds(
         softmax *= filled_share
         most = kernel.flop_per_cycle[shape.is_backward] / sm_seconds(1.0, hardware)
         multiplying = padded / min(pipe * attention_kernels.ATTENTION_PIPE_SHARE / sms, most)
+    if kernel.warps_read_all and not shape.is_backward:
+        passed = _shared_memory_bytes(launch, _padded(shape.head_dim)) / constants.SHARED_MEMORY_BYTES_PER_CYCLE
+        multiplying = max(multiplying, sm_seconds(passed, hardware))
     in_turns = multiplying + softmax
     if kernel.hides_softmax:
         in_turns = overlap(multiplying, softmax, constants.VECTOR_OVERLAP)
@@ -347,6 +350,15 @@ def score_seconds(
     if shape.head_dim > attention_kernels.MOST_EVEN_HEAD_DIM:
         speed *= kernel.wide_speed[shape.is_backward]
     return max(in_turns, padded * sms / pipe, with_power) / speed
+
+
+def _shared_memory_bytes(launch: _Launch, head_dim: int) -> float:
+    """Bytes of 16-bit queries, keys and values that pass an SM's shared memory for a score: keys and values are written
+    once and read by each warp, queries are read once."""
+    wide = launch.rows // attention_kernels.QUERIES_OF_A_WIDE_WARP
+    warps = attention_kernels.WARPS if head_dim <= attention_kernels.MOST_EVEN_HEAD_DIM else wide
+    of_row_and_column = 1 / launch.columns + 2 * (1 + warps) / launch.rows
+    return _ITEM_BYTES * head_dim * of_row_and_column
 
 
 def _function_seconds(work: AttentionWork, hardware: Hardware) -> float:

@@ -34,6 +34,7 @@ class AttentionKernel(NamedTuple):
     hides_softmax: bool = False  # one tile's softmax runs during another's matmuls: the cycles above overlap them
     holds_tiles: bool = True  # whole tiles of queries, keys and values lie in the shared memory of an SM
     masks_by_count: bool = False  # forward, masks a number of tiles at the end of a block, and all under a window
+    warps_read_all: bool = False  # forward, each warp reads all keys and values from shared memory; else it is no bound
     read_share: float = 1.0  # of the bandwidth of a copy, which its loads reach
     bias_cycles: float = 0.0  # of an SM per score, for a mask in memory that is added to it
     dropout_cycles: float = 0.0  # the same, for the random number that decides whether it is dropped
@@ -55,6 +56,9 @@ ATTENTION_PIPE_SHARE = 0.9
 # 128, 16,384 tokens): 1.24 forward and 1.32 backward by cuDNN's kernels, 2.30 and 2.25 by FlashAttention-2's.
 HOPPER_ATTENTION_ENERGY = 1.28
 HOPPER_MMA_ENERGY = 1.78
+
+# FlashAttention-2 has four warps, and for heads of more than 128 one for each 16 queries (flash_fwd_launch_template.h).
+WARPS, QUERIES_OF_A_WIDE_WARP = 4, 16
 
 # Clock cycles of an SM per score of a masked tile: four instructions (index, compare, select) on 64 integer lanes.
 # Without them the curve below is 6 % too fast at 512 tokens.
@@ -93,7 +97,7 @@ FLASH_2 = AttentionKernel(
     },
     causal_tiles_on={(8, 6): _FLASH_2_CAUSAL_TILES_8_6, (8, 9): _FLASH_2_CAUSAL_TILES_8_6},
     blocks_per_sm=2, score_cycles=0.1, backward_score_cycles=0.38, overlap_exponent=1.5, block_cycles=4000,
-    masks_by_count=True, dropout_cycles=80 / 16 / 64 + 2 / 64,
+    masks_by_count=True, warps_read_all=True, dropout_cycles=80 / 16 / 64 + 2 / 64,
 )  # fmt: skip
 # The backward pass keeps keys and passes over queries (flash_bwd_launch_template.h). Its softmax takes what the forward
 # pass's does. For each tile it adds the gradients of its queries to memory in fp32, one element a thread, which keeps
@@ -199,7 +203,7 @@ FLASH_4_ULTRA = FLASH_4._replace(score_cycles=FLASH_4.score_cycles / 2)
 # In fp32 and TF32: at .73 of what FlashAttention-2 would reach, which they are within .06 of on an H100.
 EFFICIENT = FLASH_2._replace(
     tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)), tiles_on={}, causal_tiles_on={}, holds_tiles=False,
-    masks_by_count=False, speed=0.73,
+    masks_by_count=False, warps_read_all=False, speed=0.73,
 )  # fmt: skip
 EFFICIENT_IN_16_BITS = EFFICIENT._replace(
     score_cycles=0.24, backward_score_cycles=0.7, flop_per_cycle=(950, 690), wide_speed=(0.78, 0.22), speed=1.0,
@@ -210,7 +214,7 @@ EFFICIENT_BEFORE_AMPERE = EFFICIENT_IN_16_BITS._replace(speed=0.52)
 # causal heads of 559 tokens on MI300X, if half of that is the softmax: right in magnitude, no more.
 AOTRITON = FLASH_2._replace(
     tiles=((64, 128, 128), (512, 128, 64)), tiles_on={}, causal_tiles_on={}, holds_tiles=False,
-    masks_by_count=False, score_cycles=0.35, backward_score_cycles=1.3, speed=0.44,
+    masks_by_count=False, warps_read_all=False, score_cycles=0.35, backward_score_cycles=1.3, speed=0.44,
 )  # fmt: skip
 # For few queries ROCm's kernels have tiles of 16 rows, the height of its matrix instructions, and split the keys in
 # parts of 256; heads with the same keys share a block (vLLM's csrc/rocm/attention.cu, AITER's paged attention:
@@ -224,7 +228,7 @@ AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), shared_queries=1, shares_
 # capability (template_heuristics/triton.py, 16-bit types): a head dimension without an entry there has 64 x 64. (11 and
 # 12 are alike. Before 8.0 there is no template.) Tiles of the backward pass: up to which head dimension, the keys that
 # a block keeps, and the queries that it takes at a time.
-FLEX = FLASH_2._replace(tiles_on={}, causal_tiles_on={}, holds_tiles=False, masks_by_count=False)
+FLEX = FLASH_2._replace(tiles_on={}, causal_tiles_on={}, holds_tiles=False, masks_by_count=False, warps_read_all=False)
 FLEX_TILES = {
     8: {64: (128, 64), 128: (128, 64), 192: (128, 32), 256: (32, 64)},
     9: {64: (128, 128), 128: (128, 64), 256: (64, 32)},
