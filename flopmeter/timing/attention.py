@@ -353,12 +353,11 @@ def score_seconds(
 
 
 def _shared_memory_bytes(launch: _Launch, head_dim: int) -> float:
-    """Bytes of 16-bit queries, keys and values that pass an SM's shared memory for a score: keys and values are written
-    once and read by each warp, queries are read once."""
+    """Bytes of 16-bit queries, keys and values that warps read from an SM's shared memory for a score: all keys and
+    values by each, and queries once."""
     wide = launch.rows // attention_kernels.QUERIES_OF_A_WIDE_WARP
     warps = attention_kernels.WARPS if head_dim <= attention_kernels.MOST_EVEN_HEAD_DIM else wide
-    of_row_and_column = 1 / launch.columns + 2 * (1 + warps) / launch.rows
-    return _ITEM_BYTES * head_dim * of_row_and_column
+    return _ITEM_BYTES * head_dim * (1 / launch.columns + 2 * warps / launch.rows)
 
 
 def _function_seconds(work: AttentionWork, hardware: Hardware) -> float:
