@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import math
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +44,13 @@ def ran(tmp_path):
             return opened.report("infer.py"), out.getvalue(), err.getvalue()
 
     return running
+
+
+def end_after(monkeypatch, looks):
+    """Patience ends after that many looks at the clock, however busy the machine is (None: never)."""
+    clock = itertools.count()
+    monkeypatch.setattr(steps, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(session, "PATIENCE_S", math.inf if looks is None else looks)
 
 
 MANY = """
@@ -125,7 +135,7 @@ def test_the_rounds_of_a_decoder_are_the_steps_after_many_calls_that_only_prepar
     ran, monkeypatch, tokens, until_the_end
 ):
     """A token goes through five layers of 64 x 64 and a head of 64 x 128."""
-    monkeypatch.setattr(session, "PATIENCE_S", 600.0 if until_the_end else 0.5)
+    end_after(monkeypatch, None if until_the_end else 20)
     report, out, _ = ran(PREPARES.format(tokens=tokens))
     assert bool(out) is until_the_end
     assert report.parts.marked_by == "rounds of calls: Linear ×6"
@@ -286,7 +296,7 @@ def test_replays_of_a_cuda_graph_end_too(ran):
 @pytest.mark.parametrize("frames", [10, 1_000_000])
 def test_a_step_of_several_graphs_that_are_replayed_in_turn_is_a_round_of_them(ran, monkeypatch, frames):
     """An encoder, a decoder that runs twice, and 16 graphs that only fill a cache; each of one product."""
-    monkeypatch.setattr(session, "PATIENCE_S", 600.0 if frames == 10 else 1.0)
+    end_after(monkeypatch, None if frames == 10 else 20)
     report, out, _ = ran(f"""
         def captured(model):
             graph = torch.cuda.CUDAGraph()
@@ -352,13 +362,13 @@ def test_a_benchmark_gets_to_its_own_print(ran, monkeypatch, text):
 
 
 def test_an_inference_gets_to_its_end_if_that_is_near(ran, monkeypatch):
-    monkeypatch.setattr(session, "PATIENCE_S", 600.0)
+    end_after(monkeypatch, None)
     report, out, _ = ran(MANY.replace("5000", "200"))
     assert (report.parts.count, out) == (200, "to the end\n")
 
 
 def test_where_patience_ends_does_not_change_the_report(ran, monkeypatch):
-    monkeypatch.setattr(session, "PATIENCE_S", 0.2)
+    end_after(monkeypatch, 20)
     report, out, _ = ran("""
         growing = nn.Linear(8, 64, bias=False).cuda()
         with torch.no_grad():
@@ -370,7 +380,7 @@ def test_where_patience_ends_does_not_change_the_report(ran, monkeypatch):
 
 
 def test_patience_with_an_inference_is_none_with_a_training_that_follows(ran, monkeypatch):
-    monkeypatch.setattr(session, "PATIENCE_S", 600.0)
+    end_after(monkeypatch, None)
     report, out, _ = ran(
         """
         import beside_it
