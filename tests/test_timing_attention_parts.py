@@ -58,6 +58,30 @@ def test_the_gradient_of_queries_in_fp32_is_as_deep_as_keys():
     assert keys - narrow == pytest.approx(moved / H100.sustained_bandwidth_bytes_per_s)
 
 
+@pytest.mark.parametrize(("backend", "times"), [("cudnn", 1), ("flash", 1), ("flash_3", 0)])
+def test_gradients_of_heads_that_share_keys_are_read_once_more_to_be_summed(backend, times):
+    """32 heads of queries write gradients of keys and values, of which those of four are added up; FlashAttention-3
+    adds within a block."""
+
+    def beside_the_ops_own(key_heads):
+        shape = SQUARE._replace(heads=32, key_heads=key_heads, is_backward=True)
+        own_bytes = attention_cost(shape, backend).bytes
+        return busy(shape, backend).memory_seconds * H100.sustained_bandwidth_bytes_per_s - own_bytes
+
+    again = 2 * SQUARE.sequences * 32 * SQUARE.keys * (128 + 128)
+    assert beside_the_ops_own(8) - beside_the_ops_own(32) == pytest.approx(times * again, rel=1e-6, abs=1.0)
+
+
+@pytest.mark.parametrize("queries", [1, 128, 129, 256])
+def test_flash_attention_adds_gradients_to_a_copy_of_a_multiple_of_128_queries(queries):
+    """12 bytes an element of the copy, whose heads of 40 are padded to 64, and 4 of the output for the sums of rows."""
+    shape = AttentionShape(8, 4, 4, queries, 4096, 40, 40, is_backward=True)
+    beside = busy(shape, "flash").memory_seconds * H100.sustained_bandwidth_bytes_per_s
+    own = attention_cost(shape._replace(head_dim=128, value_dim=128), "flash").bytes
+    rows = 128 if queries <= 128 else 256
+    assert beside - own == pytest.approx(8 * 4 * (12 * rows * 64 + 4 * queries * 40), rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["FLASH_2", "FLASH_3", "EFFICIENT", "AOTRITON", "FLASH_2_SPLIT"])
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_the_depth_of_keys_alone_decides_the_tile(name, is_backward):

@@ -103,7 +103,10 @@ def _gradient_bytes(shape: AttentionShape, kernel: AttentionKernel) -> int:
         multiple = attention_kernels.DQ_COPY_QUERIES
         queries = sum(count * ceil(size / multiple) * multiple for count, size, _ in shape.sizes)
         copied = queries * _padded(shape.head_dim)
-    return shape.heads * (attention_kernels.DQ_COPY_BYTES * copied + attention_kernels.ROW_SUM_BYTES * plain)
+    of_keys = 0
+    if kernel.sums_heads and shape.key_heads < shape.heads:
+        of_keys = _ITEM_BYTES * shape.all_keys * (shape.head_dim + shape.value_dim)
+    return shape.heads * (attention_kernels.DQ_COPY_BYTES * copied + attention_kernels.ROW_SUM_BYTES * plain + of_keys)
 
 
 def kernel_of(

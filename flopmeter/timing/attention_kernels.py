@@ -39,6 +39,7 @@ class AttentionKernel(NamedTuple):
     bias_cycles: float = 0.0  # of an SM per score, for a mask in memory that is added to it
     dropout_cycles: float = 0.0  # the same, for the random number that decides whether it is dropped
     dq_cycles_per_byte: float = 0.0  # of an SM, to add to the gradients of queries in memory; else in the cycles above
+    sums_heads: bool = False  # backward, of those that share keys, in a kernel of its own
     combines_at_a_time: int = 1  # slices that a block of the combining kernel loads before it waits for them
     tiles_on: Mapping[tuple[int, int], Tiles] = {}  # other tiles, by compute capability
     causal_tiles_on: Mapping[tuple[int, int], Tiles] = {}  # those under a causal mask, and in the backward pass
@@ -102,7 +103,7 @@ FLASH_2 = AttentionKernel(
 )  # fmt: skip
 # The backward pass keeps keys and passes over queries (flash_bwd_launch_template.h). Its softmax takes what the forward
 # pass's does. For each tile it adds the gradients of its queries to memory in fp32, one element a thread, which keeps
-# an SM .0825 cycles a byte (1.6 TB/s on an H100), and a block takes 6,000 cycles besides. Set on 21 calls on an H100
+# an SM .0825 cycles a byte (3.2 TB/s on an H100), and a block takes 6,000 cycles besides. Set on 21 calls on an H100
 # and an H200 with heads of 40 to 256 and 196 to 16,384 tokens, which are met within 3 % in the mean (torch 2.11,
 # 2026-11: validation/traces; by .38 cycles a score it was 14 %). The A100's 175 TFLOP/s come out as 173.
 FLASH_2_BACKWARD = FLASH_2._replace(
@@ -111,8 +112,8 @@ FLASH_2_BACKWARD = FLASH_2._replace(
         ((8, 6), (8, 9), (12, 0), (12, 1)),  # whose blocks have 99 KiB of shared memory
         ((32, 128, 128), (96, 128, 64), (192, 64, 64), (512, 32, 64)),
     ),
-    causal_tiles_on={}, blocks_per_sm=1, longest_of_head_first=True, block_cycles=6000,
-    backward_score_cycles=FLASH_2.score_cycles, dq_cycles_per_byte=0.0825,
+    causal_tiles_on={}, blocks_per_sm=1, longest_of_head_first=True, sums_heads=True,
+    block_cycles=6000, backward_score_cycles=FLASH_2.score_cycles, dq_cycles_per_byte=0.0825,
 )  # fmt: skip
 # The kernel that can split keys reads a cache as products read weights, by `cp.async`: their overlap and their share of
 # the bandwidth (MMA in gemm_kernels.py; aiconfigurator's vLLM rows: 2 to 2.7 are alike).
@@ -162,12 +163,13 @@ CUDNN_HOPPER = FLASH_3._replace(
     overlap_exponent=2.0, longest_first=False, shared_queries=0, split_queries=1,
     bias_cycles=2 / CACHE_BYTES_PER_CYCLE + 4 / LANES_OF_SM, dropout_cycles=0.23,
 )  # fmt: skip
-# The backward pass keeps 128 keys and takes 64 queries at a time; its loads and adds are FlashAttention-3's. Set on 36
-# calls: mean error 5 % (13 % by FlashAttention-3's). A mask takes .3 cycles with heads of 64 and .5 of 128, from four
-# calls: .35 is taken for both.
+# The backward pass keeps 128 keys and takes 64 queries at a time, those with most queries first, and sums the gradients
+# of heads that share keys afterwards (`fmha_reduce_head`). Set on 25 calls: mean error 6 % (12 % by
+# FlashAttention-3's); heads of 256 take .76 of the measured time, for a reason that the profile does not tell. A mask
+# takes .3 cycles with heads of 64 and .5 of 128, from four calls: .35 is taken for both.
 CUDNN_HOPPER_BACKWARD = CUDNN_HOPPER._replace(
-    tiles=((512, 128, 64),), block_cycles=5000, overlap_exponent=1.5, backward_score_cycles=0.18, bias_cycles=0.35,
-    dropout_cycles=0.15,
+    tiles=((512, 128, 64),), block_cycles=5000, overlap_exponent=1.5, backward_score_cycles=0.15, bias_cycles=0.35,
+    dropout_cycles=0.15, longest_of_head_first=True, sums_heads=True,
 )  # fmt: skip
 # Data-centre Blackwell (flash_attn/cute/flash_fwd_sm100.py at 0251105; CUTLASS's example 77 is built alike): one warp
 # issues the matmuls of two tiles of 128 queries, whose sums lie in a memory of the matrix unit, and two warpgroups do
