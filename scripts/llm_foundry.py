@@ -37,8 +37,8 @@ from flopmeter.timing import attention_kernels
 
 # Speed of FlashAttention-1 in Triton as a share of FlashAttention-2's. Causal, forward and backward, at head dimension
 # 128 it reaches 104 to 112 TFLOP/s on A100 and 170 on H100 (issue 15 of this project), where FlashAttention-2 is priced
-# at 158 to 171 and 292 to 318 (lengths of 4,096 to 16,384).
-TRITON_SPEED = {"a100_40gb": 0.65, "a100_80gb": 0.65, "h100_80gb": 0.55}
+# at 157 to 173 and 285 to 307 (lengths of 4,096 to 16,384).
+TRITON_SPEED = {"a100_40gb": 0.65, "a100_80gb": 0.65, "h100_80gb": 0.57}
 
 METRICS = 2  # cross entropy and perplexity
 
@@ -46,8 +46,9 @@ METRICS = 2  # cross entropy and perplexity
 @contextmanager
 def triton_attention(gpu: str) -> Iterator[None]:
     """Flash attention is priced as Triton's kernel for reports made in here."""
-    kernel = attention_kernels.FLASH_2._replace(speed=TRITON_SPEED[gpu])
-    with mock.patch.object(attention_kernels, "FLASH_2", kernel):
+    names = "FLASH_2", "FLASH_2_BACKWARD"
+    kernels = {name: getattr(attention_kernels, name)._replace(speed=TRITON_SPEED[gpu]) for name in names}
+    with mock.patch.multiple(attention_kernels, **kernels):
         yield
 
 
