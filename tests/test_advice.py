@@ -1048,6 +1048,38 @@ def assert_a_larger_batch_takes_what_is_told(report_of):
     assert advice.run_seconds_then == pytest.approx(report_of(8 * times).seconds / times, rel=0.05)
 
 
+def test_a_larger_batch_is_told_where_layers_hold_the_first_word_of_all_texts_before_the_second():
+    """As torch's own encoder does inside, though its user has the texts first."""
+
+    def report_of(texts):
+        layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True, device="meta")
+        with FlopMeter(H100) as meter:
+            layer(torch.empty(texts, 32, 64, device="meta")).sum().backward()
+        return meter.report()
+
+    assert_a_larger_batch_takes_what_is_told(report_of)
+
+
+def test_a_larger_batch_is_told_beside_an_optimizer_that_multiplies_matrices_of_the_weights_size():
+    """Its products stay as they are, as those of Muon and SOAP."""
+
+    class Whitens(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            for weight in self.param_groups[0]["params"]:
+                weight -= 0.1 * (weight.grad @ weight.grad.T) @ weight.grad
+
+    def report_of(items):
+        model = nn.Linear(512, 512, bias=False, device="meta")
+        optimizer = Whitens(model.parameters())
+        with FlopMeter(H100) as meter:
+            model(torch.empty(items, 512, device="meta")).square().sum().backward()
+            optimizer.step()
+        return meter.report()
+
+    assert_a_larger_batch_takes_what_is_told(report_of)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_larger_batch_is_told_of_data_that_the_step_itself_makes_on_the_host_or_on_the_device(device):
     def report_of(items):

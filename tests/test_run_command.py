@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -253,6 +254,17 @@ def test_an_installed_package_whose_python_runs_is_told_the_shims_of_its_compile
     (tmp_path / "mamba_ssm.py").write_text("causal_conv1d_fn = None\n\ncausal_conv1d_fn()\n")
     assert main(["run", script("import mamba_ssm")]) == 1
     assert capsys.readouterr().err.endswith("--shim causal_conv1d --shim selective_scan_cuda\n")
+
+
+@pytest.mark.parametrize("raised", ["ImportError", "RuntimeError"])  # numba's own error is an ImportError
+def test_kernels_that_ask_cudas_driver_by_themselves_are_not_told_to_be_installed(script, capsys, monkeypatch, raised):
+    launches = types.ModuleType("cupy")
+    exec(f"def launch(): raise {raised}('CUDA driver library cannot be found.')", launches.__dict__)
+    monkeypatch.setitem(sys.modules, "cupy", launches)
+    assert main(["run", script("import cupy\ncupy.launch()")]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "kernels of cupy go to CUDA's driver by themselves" in told
+    assert "installed" not in told
 
 
 def test_an_import_that_a_library_makes_late_is_told_by_the_package_that_was_missing(script, capsys):
