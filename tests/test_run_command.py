@@ -160,7 +160,7 @@ def test_a_module_of_an_installed_package_is_found_beside_a_clone_of_its_reposit
         ("import torch; x = torch.randn(4, device='cuda'); x[x > 0]", 1, "--mask-fraction 0.5"),
         ("import torch; torch.ones(4, 4, device='cuda') @ torch.ones(4, 4)", 1, "all of them have to be on one device"),
         (
-            "import torch; torch.ones(4, 4, device='cuda').to_sparse()",
+            "import torch; torch.ones(4, 4, device='cuda').to_sparse_csr()",
             1,
             "make the tensor sparse on the CPU, and move it",
         ),

@@ -3,8 +3,8 @@
 No trace says which dimension is the batch. A tensor that depends on the inputs holds one item after the other, so that
 its outermost dimension grows; what is made of weights alone, weights and their gradients do not. Where that does not
 fit, as in layers that hold the first word of all texts before the second, the dimension grows that has as many places
-as the inputs have items. If the FLOPs do not grow in proportion then either, the program is of another kind, and nothing
-is proposed.
+as the inputs have items. If the FLOPs do not grow in proportion then either, the program is of another kind, and
+nothing is proposed.
 """
 
 from __future__ import annotations
