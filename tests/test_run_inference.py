@@ -123,6 +123,21 @@ def test_a_target_that_checks_many_tokens_of_a_draft_is_in_the_round_when_it_is_
     assert report.step.macs == 20 * 8 * 64 * 64 + 8 * 64 * 128
 
 
+def test_the_rounds_of_a_module_that_is_called_compiled_too_are_told_by_its_class(ran):
+    report, _, _ = ran("""
+        class Net(nn.Linear): pass
+        net = Net(64, 64).cuda()
+        token = torch.compile(net)
+        with torch.no_grad():
+            for _ in range(20):
+                net(x)
+                for _ in range(3):
+                    token(x)
+    """)
+    assert report.parts.marked_by == "rounds of calls: Net ×4"
+    assert "\nNet, forward" in report.render()
+
+
 PREPARES = """
 class Decoder(nn.Module):  # its layers run one by one, outside of its forward
     def __init__(self):
