@@ -123,6 +123,7 @@ def test_a_module_of_an_installed_package_is_found_beside_a_clone_of_its_reposit
         ("import no_such_package", 1, "pip install no_such_package"),
         ("import flash_attn_3_nowhere", 1, "pip install"),
         ("import apex", 1, "apex is compiled for CUDA, and not installed: let flopmeter stand in with --shim apex"),
+        ("import rotary_emb", 1, "rotary_emb is compiled for CUDA, and not installed: it is a part of flash_attn's"),
         ("raise ImportError('Please install Flash Attention: pip install flash-attn')", 1, "with --shim flash_attn"),
         ("raise ImportError('the package for FlashAttention2 is not there')", 1, "with --shim flash_attn"),
         ("raise ImportError('the package for FlashAttention3 is not there')", 1, "with --shim flash_attn_interface"),

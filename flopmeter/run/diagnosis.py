@@ -343,6 +343,11 @@ CUDA_EXTENSIONS = {
     **{package: f"let flopmeter stand in with --shim {package}" for package in SHIMS},
     "triton": "pip install triton, which works without a GPU",
     "deepspeed": "pip install deepspeed, whose engine runs without its kernels, or use DDP or FSDP2",
+    **dict.fromkeys(
+        ("rotary_emb", "xentropy_cuda_lib", "dropout_layer_norm", "fused_dense_lib", "fused_softmax_lib"),
+        "it is a part of flash_attn's repository that a script has to do without here (--shim flash_attn has what newer "
+        "releases put in its place)",
+    ),
     "vllm": "use flopmeter serve, which predicts what a server of a model costs",
 }
 """Packages of compiled kernels, and what to do without them."""
