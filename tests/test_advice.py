@@ -1060,6 +1060,40 @@ def test_a_larger_batch_is_told_where_layers_hold_the_first_word_of_all_texts_be
     assert_a_larger_batch_takes_what_is_told(report_of)
 
 
+def test_a_larger_batch_is_told_of_microbatches_of_which_a_loader_makes_the_next_meanwhile():
+    """One was ready before the step, the other is made in it of single items, and comes to the device then."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)).to("meta")
+    ready = torch.zeros(8, 256)
+    with FlopMeter(H100) as meter:
+        for make in (lambda: ready, lambda: torch.stack([torch.zeros(256) for _ in range(8)])):
+            model(make().to("meta")).square().sum().backward()
+    assert any("times the batch" in each.remedy for each in meter.report().advice)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_larger_batch_is_told_beside_an_average_of_the_weights_that_is_larger_than_the_data(foreach):
+    """The images come from the host, as from a loader, and the average lies on the device from before."""
+
+    def report_of(items):
+        model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)).to("meta")
+        average = [torch.empty_like(weight, requires_grad=False) for weight in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with FlopMeter(H100) as meter:
+            x = torch.randn(items, 64, device="cpu").to("meta")
+            model(x).square().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                weights = [weight.detach() for weight in model.parameters()]
+                if foreach:
+                    torch._foreach_lerp_(average, weights, 0.1)
+                else:
+                    for mean, weight in zip(average, weights, strict=True):
+                        mean.sub_(0.1 * (mean - weight))
+        return meter.report()
+
+    assert_a_larger_batch_takes_what_is_told(report_of)
+
+
 def test_a_larger_batch_is_told_beside_an_optimizer_that_multiplies_matrices_of_the_weights_size():
     """Its products stay as they are, as those of Muon and SOAP."""
 

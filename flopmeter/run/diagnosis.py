@@ -345,8 +345,8 @@ CUDA_EXTENSIONS = {
     "deepspeed": "pip install deepspeed, whose engine runs without its kernels, or use DDP or FSDP2",
     **dict.fromkeys(
         ("rotary_emb", "xentropy_cuda_lib", "dropout_layer_norm", "fused_dense_lib", "fused_softmax_lib"),
-        "it is a part of flash_attn's repository that a script has to do without here (--shim flash_attn has what newer "
-        "releases put in its place)",
+        "it is a part of flash_attn's repository that a script has to do without here (--shim flash_attn has what "
+        "newer releases put in its place)",
     ),
     "vllm": "use flopmeter serve, which predicts what a server of a model costs",
 }

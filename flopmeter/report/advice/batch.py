@@ -121,8 +121,7 @@ def _items_of_batch(trace: Trace) -> int | None:
 def depends_on_inputs(trace: Trace) -> set[int]:
     """The storages that hold something for each item: inputs, and what is computed from them."""
     roles = [storage.role for storage in trace.storages]
-    grows = _data(trace)
-    weights = {spec.shape for op in trace.ops for spec in op.inputs if roles[spec.storage] == "parameters"}
+    grows, weights = _data(trace), _shapes_of_weights(trace)
     for op in trace.ops:
         if op.phase != "optimizer" and any(number in grows for number in op.storages):
             made = (spec for spec in op.outputs if roles[spec.storage] is None)
@@ -132,19 +131,41 @@ def depends_on_inputs(trace: Trace) -> set[int]:
 
 def _data(trace: Trace) -> set[int]:
     """Storages of data: what lies on the device from before without a role, and what the step makes from nothing
-    (`torch.randn`, `torch.tensor`) with as many items. Where the largest data is made in the step, by chance or in
-    Python, it tells how many items there are: beside it lie only schedules and counters."""
+    (`torch.randn`, `torch.tensor`) or brings from the host, with as many items. Where the largest data is made in the step, by chance or in
+    Python, it tells how many items there are: beside it lie only schedules and counters. Averages of weights, which
+    the step writes, are no data."""
     given = {number for number, storage in enumerate(trace.storages) if storage.born < 0 and storage.role is None}
-    of_nothing = [op for op in trace.ops if op.phase == "forward" and (not op.call.inputs or op.packet in _FRESH)]
+    given -= _averages(trace, given)
+    of_nothing = [op for op in trace.ops if op.phase == "forward" and _brings_data(op)]
     made = [(op, spec) for op in of_nothing for spec in op.outputs if trace.storages[spec.storage].role is None]
     found = [spec for op in trace.ops for spec in op.inputs if spec.storage in given]
     items = {_items(spec) for spec in found} - {None}
-    told = [spec for op, spec in made if not given or op.packet in _FRESH or _is_random(op)]
+    told = [spec for op, spec in made if not given or op.packet in _FRESH or _is_random(op) or op.call.inputs]
     largest = max(told, key=lambda spec: spec.nbytes, default=None)
     if largest is not None and largest.nbytes > max((spec.nbytes for spec in found), default=0):
         items = {_items(largest)} - {None}
         given = {spec.storage for spec in found if _items(spec) in items}
     return given | {spec.storage for _, spec in made if _items(spec) in items}
+
+
+def _brings_data(op: Op) -> bool:
+    """Whether its results come from nothing, or from the host."""
+    if not op.call.inputs or op.packet in _FRESH:
+        return True
+    comes_from_host = all(spec.device == "cpu" for spec in op.inputs)
+    return comes_from_host and all(spec.device != "cpu" for spec in op.outputs)
+
+
+def _averages(trace: Trace, given: set[int]) -> set[int]:
+    """Those of the storages that are written in place and have the shape of a weight."""
+    weights = _shapes_of_weights(trace)
+    writes = (op for op in trace.ops if op.call.func._schema.is_mutable)
+    return {spec.storage for op in writes for spec in op.inputs if spec.storage in given and spec.shape in weights}
+
+
+def _shapes_of_weights(trace: Trace) -> set[tuple[int, ...]]:
+    roles = [storage.role for storage in trace.storages]
+    return {spec.shape for op in trace.ops for spec in op.inputs if roles[spec.storage] == "parameters"}
 
 
 def _is_random(op: Op) -> bool:
