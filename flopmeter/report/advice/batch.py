@@ -131,9 +131,9 @@ def depends_on_inputs(trace: Trace) -> set[int]:
 
 def _data(trace: Trace) -> set[int]:
     """Storages of data: what lies on the device from before without a role, and what the step makes from nothing
-    (`torch.randn`, `torch.tensor`) or brings from the host, with as many items. Where the largest data is made in the step, by chance or in
-    Python, it tells how many items there are: beside it lie only schedules and counters. Averages of weights, which
-    the step writes, are no data."""
+    (`torch.randn`, `torch.tensor`) or brings from the host, with as many items. Where the largest data is made in the
+    step, by chance or in Python, it tells how many items there are: beside it lie only schedules and counters. Averages
+    of weights, which the step writes, are no data."""
     given = {number for number, storage in enumerate(trace.storages) if storage.born < 0 and storage.role is None}
     given -= _averages(trace, given)
     of_nothing = [op for op in trace.ops if op.phase == "forward" and _brings_data(op)]
