@@ -135,9 +135,10 @@ def _data(trace: Trace) -> set[int]:
     step, by chance or in Python, it tells how many items there are: beside it lie only schedules and counters. Averages
     of weights, which the step writes, are no data."""
     given = {number for number, storage in enumerate(trace.storages) if storage.born < 0 and storage.role is None}
-    given -= _averages(trace, given)
-    of_nothing = [op for op in trace.ops if op.phase == "forward" and _brings_data(op)]
-    made = [(op, spec) for op in of_nothing for spec in op.outputs if trace.storages[spec.storage].role is None]
+    weights = _shapes_of_weights(trace)
+    given -= _averages(trace, given, weights)
+    bringing = [op for op in trace.ops if op.phase == "forward" and _brings_data(op, weights)]
+    made = [(op, spec) for op in bringing for spec in op.outputs if trace.storages[spec.storage].role is None]
     found = [spec for op in trace.ops for spec in op.inputs if spec.storage in given]
     items = {_items(spec) for spec in found} - {None}
     told = [spec for op, spec in made if not given or op.packet in _FRESH or _is_random(op) or op.call.inputs]
@@ -148,17 +149,16 @@ def _data(trace: Trace) -> set[int]:
     return given | {spec.storage for _, spec in made if _items(spec) in items}
 
 
-def _brings_data(op: Op) -> bool:
-    """Whether its results come from nothing, or from the host."""
+def _brings_data(op: Op, weights: set[tuple[int, ...]]) -> bool:
+    """Whether its results come from nothing, or from the host, where weights may wait too."""
     if not op.call.inputs or op.packet in _FRESH:
         return True
     comes_from_host = all(spec.device == "cpu" for spec in op.inputs)
-    return comes_from_host and all(spec.device != "cpu" for spec in op.outputs)
+    return comes_from_host and all(spec.device != "cpu" and spec.shape not in weights for spec in op.outputs)
 
 
-def _averages(trace: Trace, given: set[int]) -> set[int]:
+def _averages(trace: Trace, given: set[int], weights: set[tuple[int, ...]]) -> set[int]:
     """Those of the storages that are written in place and have the shape of a weight."""
-    weights = _shapes_of_weights(trace)
     writes = (op for op in trace.ops if op.call.func._schema.is_mutable)
     return {spec.storage for op in writes for spec in op.inputs if spec.storage in given and spec.shape in weights}
 
