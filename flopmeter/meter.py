@@ -74,7 +74,8 @@ class FlopMeter:
     routing: 'balanced' lets experts picked by unknown scores take turns, {'imbalance': 1.3} loads the first one 1.3
         times the mean and the last one 0.7 times (see known_values.routing).
     checks: 'hold' takes unknown values to be finite, and an `all()` of them to be true.
-    mask_fraction: the share of an unknown bool mask that is true, where the mask selects elements.
+    mask_fraction: the share of an unknown bool mask that is true, where the mask selects elements, and of unknown
+        numbers that are not zero, where the program asks which.
     unknown: 'stand-in' gives a program that reads an unknown value (`loss.item()`) a stated number, not an error.
     cluster: the links that collectives use: a name of `available_clusters()`, a path or a Cluster; by default the
         cluster that the hardware comes in (see flopmeter.device.cluster).

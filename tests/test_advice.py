@@ -1048,6 +1048,72 @@ def assert_a_larger_batch_takes_what_is_told(report_of):
     assert advice.run_seconds_then == pytest.approx(report_of(8 * times).seconds / times, rel=0.05)
 
 
+def test_a_larger_batch_is_told_where_layers_hold_the_first_word_of_all_texts_before_the_second():
+    """As torch's own encoder does inside, though its user has the texts first."""
+
+    def report_of(texts):
+        layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True, device="meta")
+        with FlopMeter(H100) as meter:
+            layer(torch.empty(texts, 32, 64, device="meta")).sum().backward()
+        return meter.report()
+
+    assert_a_larger_batch_takes_what_is_told(report_of)
+
+
+def test_a_larger_batch_is_told_of_microbatches_of_which_a_loader_makes_the_next_meanwhile():
+    """One was ready before the step, the other is made in it of single items, and comes to the device then."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)).to("meta")
+    ready = torch.zeros(8, 256)
+    with FlopMeter(H100) as meter:
+        for make in (lambda: ready, lambda: torch.stack([torch.zeros(256) for _ in range(8)])):
+            model(make().to("meta")).square().sum().backward()
+    assert any("times the batch" in each.remedy for each in meter.report().advice)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_larger_batch_is_told_beside_an_average_of_the_weights_that_is_larger_than_the_data(foreach):
+    """The images come from the host, as from a loader, and the average lies on the device from before."""
+
+    def report_of(items):
+        model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)).to("meta")
+        average = [torch.empty_like(weight, requires_grad=False) for weight in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with FlopMeter(H100) as meter:
+            x = torch.randn(items, 64, device="cpu").to("meta")
+            model(x).square().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                weights = [weight.detach() for weight in model.parameters()]
+                if foreach:
+                    torch._foreach_lerp_(average, weights, 0.1)
+                else:
+                    for mean, weight in zip(average, weights, strict=True):
+                        mean.sub_(0.1 * (mean - weight))
+        return meter.report()
+
+    assert_a_larger_batch_takes_what_is_told(report_of)
+
+
+def test_a_larger_batch_is_told_beside_an_optimizer_that_multiplies_matrices_of_the_weights_size():
+    """Its products stay as they are, as those of Muon and SOAP."""
+
+    class Whitens(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            for weight in self.param_groups[0]["params"]:
+                weight -= 0.1 * (weight.grad @ weight.grad.T) @ weight.grad
+
+    def report_of(items):
+        model = nn.Linear(512, 512, bias=False, device="meta")
+        optimizer = Whitens(model.parameters())
+        with FlopMeter(H100) as meter:
+            model(torch.empty(items, 512, device="meta")).square().sum().backward()
+            optimizer.step()
+        return meter.report()
+
+    assert_a_larger_batch_takes_what_is_told(report_of)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_larger_batch_is_told_of_data_that_the_step_itself_makes_on_the_host_or_on_the_device(device):
     def report_of(items):

@@ -202,3 +202,14 @@ def test_a_checkpoint_inside_of_such_a_module_still_computes_its_own_part_again(
     ops, _ = trained(Checkpointed(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), TrainsInItsForward)
     again = [module for name, phase, module in ops if name == "addmm" and phase == "recompute"]
     assert again == 2 * ["TrainsInItsForward.net.part.0"]
+
+
+def test_a_module_that_is_called_compiled_and_as_it_is_is_one_module():
+    """As a language model of which only the tokens after the first one run compiled."""
+    for calls in ("eager compiled eager", "compiled eager compiled"):
+        net = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.ReLU())
+        ways = {"eager": net, "compiled": torch.compile(net, backend="eager")}
+        with torch.no_grad(), Recorder() as recorder:
+            for name in calls.split():
+                ways[name](torch.empty(4, 4, device="meta"))
+        assert {op.module for op in recorder.trace.ops if op.module} == {"Sequential.0", "Sequential.1"}

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,7 @@ def test_a_module_of_an_installed_package_is_found_beside_a_clone_of_its_reposit
         ("import no_such_package", 1, "pip install no_such_package"),
         ("import flash_attn_3_nowhere", 1, "pip install"),
         ("import apex", 1, "apex is compiled for CUDA, and not installed: let flopmeter stand in with --shim apex"),
+        ("import rotary_emb", 1, "rotary_emb is compiled for CUDA, and not installed: it is a part of flash_attn's"),
         ("raise ImportError('Please install Flash Attention: pip install flash-attn')", 1, "with --shim flash_attn"),
         ("raise ImportError('the package for FlashAttention2 is not there')", 1, "with --shim flash_attn"),
         ("raise ImportError('the package for FlashAttention3 is not there')", 1, "with --shim flash_attn_interface"),
@@ -159,7 +161,7 @@ def test_a_module_of_an_installed_package_is_found_beside_a_clone_of_its_reposit
         ("import torch; x = torch.randn(4, device='cuda'); x[x > 0]", 1, "--mask-fraction 0.5"),
         ("import torch; torch.ones(4, 4, device='cuda') @ torch.ones(4, 4)", 1, "all of them have to be on one device"),
         (
-            "import torch; torch.ones(4, 4, device='cuda').to_sparse()",
+            "import torch; torch.ones(4, 4, device='cuda').to_sparse_csr()",
             1,
             "make the tensor sparse on the CPU, and move it",
         ),
@@ -253,6 +255,17 @@ def test_an_installed_package_whose_python_runs_is_told_the_shims_of_its_compile
     (tmp_path / "mamba_ssm.py").write_text("causal_conv1d_fn = None\n\ncausal_conv1d_fn()\n")
     assert main(["run", script("import mamba_ssm")]) == 1
     assert capsys.readouterr().err.endswith("--shim causal_conv1d --shim selective_scan_cuda\n")
+
+
+@pytest.mark.parametrize("raised", ["ImportError", "RuntimeError"])  # numba's own error is an ImportError
+def test_kernels_that_ask_cudas_driver_by_themselves_are_not_told_to_be_installed(script, capsys, monkeypatch, raised):
+    launches = types.ModuleType("cupy")
+    exec(f"def launch(): raise {raised}('CUDA driver library cannot be found.')", launches.__dict__)
+    monkeypatch.setitem(sys.modules, "cupy", launches)
+    assert main(["run", script("import cupy\ncupy.launch()")]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "kernels of cupy go to CUDA's driver by themselves" in told
+    assert "installed" not in told
 
 
 def test_an_import_that_a_library_makes_late_is_told_by_the_package_that_was_missing(script, capsys):

@@ -106,6 +106,38 @@ def test_what_comes_every_few_calls_is_in_the_round_when_it_is_stopped(ran):
     assert report.step.macs == 6 * 8 * 64 * 64 + 8 * 64 * 128
 
 
+def test_a_target_that_checks_many_tokens_of_a_draft_is_in_the_round_when_it_is_stopped(ran, monkeypatch):
+    """At the first look, after 32 calls, the target has been called once, which is no round yet."""
+    monkeypatch.setattr(session, "PATIENCE_S", 1.0)
+    report, out, _ = ran("""
+        draft, target = linear(), linear(128)
+        with torch.no_grad():
+            for _ in range(10_000):
+                for _ in range(20):
+                    draft(x)
+                target(x)
+        print("to the end")
+    """)
+    assert out == ""
+    assert report.parts.marked_by == "rounds of calls: Linear ×21"
+    assert report.step.macs == 20 * 8 * 64 * 64 + 8 * 64 * 128
+
+
+def test_the_rounds_of_a_module_that_is_called_compiled_too_are_told_by_its_class(ran):
+    report, _, _ = ran("""
+        class Net(nn.Linear): pass
+        net = Net(64, 64).cuda()
+        token = torch.compile(net)
+        with torch.no_grad():
+            for _ in range(20):
+                net(x)
+                for _ in range(3):
+                    token(x)
+    """)
+    assert report.parts.marked_by == "rounds of calls: Net ×4"
+    assert "\nNet, forward" in report.render()
+
+
 PREPARES = """
 class Decoder(nn.Module):  # its layers run one by one, outside of its forward
     def __init__(self):

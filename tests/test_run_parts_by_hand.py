@@ -124,7 +124,9 @@ def test_a_round_is_the_shortest_sequence_of_calls_that_comes_again_up_to_the_en
         ("Encoder Decoder Draft Other Decoder", True),  # the second of a round, perhaps
         ("Other Draft Draft Encoder Draft Draft", True),  # two drafts a round
         ("Draft Draft Draft Draft", False),
-        ("Encoder Draft Draft Draft Draft Draft Other Draft Draft", False),
+        ("Encoder Draft Draft Draft Draft Draft Other Draft Draft", True),  # the first of a round, perhaps
+        ("Encoder Draft Draft Other" + 5 * " Draft", True),
+        ("Encoder Draft Draft Other" + 6 * " Draft", False),
     ],
 )
 def test_one_knows_that_calls_are_no_part_of_rounds_when_they_have_come_again_for_long(names, may_prepare):

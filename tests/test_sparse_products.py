@@ -144,3 +144,58 @@ def test_a_sum_of_two_sparse_matrices_puts_both_together_and_scales_the_second()
     plain, scaled = [kernel.cost for kernel in meter.report().kernels if kernel.op.call.name == "add"]
     assert (plain.flops, scaled.flops) == (0, ELEMENTS)
     assert plain.bytes_read == scaled.bytes_read == 2 * ELEMENTS * (2 * 8 + 4)
+
+
+def test_a_dense_tensor_whose_values_are_known_is_made_sparse_of_what_is_not_zero():
+    """Six elements of a lower triangle of 3 x 3."""
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        for grads in (torch.enable_grad, torch.inference_mode):
+            with grads():
+                sparse = torch.ones(3, 3, device="meta").tril().to_sparse()
+                assert (sparse.shape, sparse._nnz(), sparse.is_coalesced()) == ((3, 3), 6, True)
+                assert sparse.indices().tolist() == torch.ones(3, 3).tril().to_sparse().indices().tolist()
+                assert (sparse @ torch.empty(3, WIDTH, device="meta")).shape == (3, WIDTH)
+    report = meter.report()
+    products = [kernel.cost.flops for kernel in report.kernels if kernel.cost.op_class == "tensor contraction"]
+    assert products == [2 * 6 * WIDTH] * 2
+    assert not report.uncounted
+
+
+def test_of_unknown_numbers_a_stated_share_is_not_zero():
+    with FlopMeter(mask_fraction=0.25) as meter:
+        dense = torch.empty(8, 8, device="meta", requires_grad=True)
+        sparse = dense.to_sparse()
+        assert sparse._nnz() == len(torch.empty(64, device="meta").nonzero()) == 64 // 4
+        sparse.to_dense().sum().backward()
+    assert dense.grad.shape == (8, 8)
+    assert any("of numbers, not zero" in line for line in meter.report().assumptions)
+
+
+def test_without_a_stated_share_unknown_numbers_are_not_made_sparse():
+    with FlopMeter(), pytest.raises(flopmeter.DataDependentError, match="mask_fraction"):
+        torch.empty(8, 8, device="meta").to_sparse()
+
+
+@pytest.mark.parametrize("asked", [{"layout": torch.sparse_csr}, {"dense_dim": 1}])
+def test_another_layout_of_a_dense_tensor_says_what_to_do(asked):
+    with FlopMeter(), pytest.raises(NotImplementedError, match="on the CPU"):
+        torch.ones(8, 8, device="meta").to_sparse(**asked)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_under_inference_mode_a_product_is_counted_as_without_gradients(way):
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        sparse, weight = adjacency().to("meta"), torch.empty(COLUMNS, WIDTH, device="meta")
+        with torch.inference_mode():
+            WAYS[way](sparse, weight)
+    report = meter.report()
+    assert report.flops == 2 * ELEMENTS * WIDTH
+    assert not report.uncounted
+
+
+def test_a_sparse_tensor_of_unknown_numbers_comes_to_the_host_with_its_known_places():
+    with flopmeter.cuda("h100-sxm5-80gb"):
+        sparse = torch.sparse_coo_tensor(INDICES.cuda(), torch.rand(ELEMENTS, device="cuda"), (ROWS, COLUMNS))
+        host = sparse.cpu()
+        assert (host.device.type, host._nnz(), str(sparse).count("nnz=4")) == ("cpu", ELEMENTS, 1)
+        assert torch.equal(host._indices(), INDICES)

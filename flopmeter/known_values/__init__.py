@@ -34,8 +34,8 @@ class KnownValues(Knowledge):
     `routing="balanced"`: experts and tokens picked from unknown scores (topk, argmax, max, multinomial) go round-robin;
     `{"imbalance": 1.3}` loads them unevenly (routing.py). `checks="hold"`: unknown values are finite, and an `all` of
     them is True. `mask_fraction`: this share of an unknown bool mask that selects elements is true, evenly spread, and
-    this share of unknown numbers differ. `unknown="stand-in"`: a program that reads an unknown value gets a stated
-    stand-in (stand_ins.py) instead of an error. `now`: how many ops have run.
+    this share of unknown numbers differ, or are not zero. `unknown="stand-in"`: a program that reads an unknown value
+    gets a stated stand-in (stand_ins.py) instead of an error. `now`: how many ops have run.
 
     The mode must be off while `run` works, as it is inside `__torch_dispatch__`: replays are not part of the
     program. It must pass on `aten.item`, which has no meta kernel, as it comes.

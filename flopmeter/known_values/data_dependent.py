@@ -42,6 +42,8 @@ def shape(known: Knowledge, call: Invocation) -> Any:
         return known.lift(known.answer(call))
     if call.func in UNIQUE and (known.assume.mask_fraction is not None or known.assume.stands_in):
         return _assume_different(known, call, known.assume.mask_fraction)
+    if call.func is aten.nonzero.default and known.assume.mask_fraction is not None:
+        return _assume_not_zero(known, call, known.assume.mask_fraction)
     if call.func is aten.bincount.default and known.assume.stands_in and call.argument(2, "minlength", 0):
         return _count_below(known, call)
     if call.func is aten.repeat_interleave.Tensor and call.kwargs.get("output_size") is None:
@@ -193,6 +195,16 @@ def _assume_different(known: Knowledge, call: Invocation, fraction: float | None
         return tuple(each.to("meta") for each in (found.to(numbers.dtype), *places_and_counts))
 
 
+def _assume_not_zero(known: Knowledge, call: Invocation, fraction: float) -> Any:
+    """mask_fraction: this share of unknown numbers are not zero, evenly spread."""
+    (numbers,) = call.tensors
+    if numbers.numel() > MOST_OF_A_MASK:
+        raise DataDependentError(str(call.func))
+    known.assume.note(f"mask_fraction={fraction:g} (of numbers, not zero)", call.func)
+    with no_modes():
+        return known.lift(_spread(fraction, numbers.numel()).view(numbers.shape).nonzero())
+
+
 def _count_below(known: Knowledge, call: Invocation) -> Tensor:
     """bincount of unknown numbers: the program says how many counts it expects, as for a confusion matrix."""
     length, weights = call.argument(2, "minlength", 0), call.argument(1, "weights", None)
@@ -218,6 +230,11 @@ def _assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:
     if n > MOST_OF_A_MASK:
         return
     with no_modes():
-        steps = torch.arange(n + 1, device="cpu") * round(fraction * n) // max(n, 1)
-        known.values.write(mask, (steps[1:] > steps[:-1]).view(mask.shape).to(mask.dtype))
+        known.values.write(mask, _spread(fraction, n).view(mask.shape).to(mask.dtype))
     known.assume.note(f"mask_fraction={fraction:g}", call.func)
+
+
+def _spread(fraction: float, n: int) -> Tensor:
+    """A mask of n elements of which round(fraction * n) are true, evenly spread."""
+    steps = torch.arange(n + 1, device="cpu") * round(fraction * n) // max(n, 1)
+    return steps[1:] > steps[:-1]

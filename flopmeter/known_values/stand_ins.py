@@ -67,6 +67,8 @@ def on_host(known: Knowledge, call: Invocation) -> Tensor:
     along when it moves there are not read, so no assumption is noted. Large weights stay unwritten: an offloaded model
     takes no memory of this machine."""
     (source, *_), dtype = call.args, call.kwargs.get("dtype")
+    if source.layout is torch.sparse_coo:
+        return _sparse_on_host(known, source, dtype or source.dtype, call.func)
     with no_modes():
         target = torch.empty_like(source, dtype=dtype or source.dtype, device="cpu")
     if not _moves_a_module():
@@ -76,6 +78,17 @@ def on_host(known: Knowledge, call: Invocation) -> Tensor:
         with no_modes():
             target.fill_(_stand_in(target.dtype))
     return target
+
+
+def _sparse_on_host(known: Knowledge, source: Tensor, dtype: torch.dtype, func: Any) -> Tensor:
+    """Its elements at their places, where these are known (else all at the first one)."""
+    with no_modes():
+        places, values = source._indices(), source._values()
+        held = known.values.read(places) if known.values.knows(places) else torch.zeros_like(places, device="cpu")
+        numbers = torch.empty_like(values, dtype=dtype, device="cpu")
+    _sent(known, values, numbers, func)
+    with no_modes():
+        return torch.sparse_coo_tensor(held, numbers, source.shape, is_coalesced=source.is_coalesced())
 
 
 def _moves_a_module() -> bool:

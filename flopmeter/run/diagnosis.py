@@ -57,6 +57,11 @@ def _by_class(error: BaseException) -> str | None:
 
 def _not_to_be_had(error: BaseException, script: Script) -> str | None:
     """Advice for what the script, or a library, asks for and does not get here; None for other errors."""
+    if compiler := _asks_the_driver(error):
+        return (
+            f"kernels of {compiler} go to CUDA's driver by themselves, which is not here (flopmeter sees those that go "
+            "through torch): take the script's way without them, if it has one"
+        )
     if isinstance(error, ImportError):
         return _about_import(error, script)
     if isinstance(error, subprocess.CalledProcessError) and (words := _python_words(error.cmd)):
@@ -95,6 +100,16 @@ def _not_to_be_had(error: BaseException, script: Script) -> str | None:
         options = " ".join(f"--shim {each}" for each in compiled_parts(package))
         return f"{package} does not run without a GPU: let flopmeter stand in with {options}"
     return None
+
+
+def _asks_the_driver(error: BaseException) -> str | None:
+    """The package that compiles kernels of its own and asked CUDA's driver for a GPU, as its traceback tells."""
+    if isinstance(error, ModuleNotFoundError):
+        return None
+    modules = tuple(_modules_of(error))
+    return next(
+        (each for each in OF_ITS_OWN_DRIVER if any(f"{name}.".startswith(f"{each}.") for name in modules)), None
+    )
 
 
 def _telling(error: BaseException | None) -> BaseException | None:
@@ -283,6 +298,9 @@ BY_CLASS: dict[type[BaseException], str] = {
 MORE_GPUS = r"requested gpu: \[([\d, ]+)\]\s+But your machine only has"
 """What Lightning says of a Trainer or a Fabric with more devices than there are."""
 
+OF_ITS_OWN_DRIVER = ("numba.cuda", "numba_cuda", "cupy", "cupy_backends", "pycuda")
+"""Packages and modules that launch kernels on a GPU without torch."""
+
 OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets."""
 
@@ -325,6 +343,11 @@ CUDA_EXTENSIONS = {
     **{package: f"let flopmeter stand in with --shim {package}" for package in SHIMS},
     "triton": "pip install triton, which works without a GPU",
     "deepspeed": "pip install deepspeed, whose engine runs without its kernels, or use DDP or FSDP2",
+    **dict.fromkeys(
+        ("rotary_emb", "xentropy_cuda_lib", "dropout_layer_norm", "fused_dense_lib", "fused_softmax_lib"),
+        "it is a part of flash_attn's repository that a script has to do without here (--shim flash_attn has what "
+        "newer releases put in its place)",
+    ),
     "vllm": "use flopmeter serve, which predicts what a server of a model costs",
 }
 """Packages of compiled kernels, and what to do without them."""

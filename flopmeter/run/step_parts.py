@@ -144,12 +144,16 @@ def leading_class(calls: Sequence[OutermostCall]) -> str:
 
 def _may_prepare(called: list[Any]) -> bool:
     """Whether rounds may yet be seen: what is called again has not gone on for three times the longest way from a call
-    to the next one of the same. (After two rounds they are seen; such a way is at most a round long.)"""
+    to the next one of the same. (After two rounds they are seen; such a way is at most a round long.) What was called
+    for the first time after others had come again, as a target after a draft's tokens, may end the first round: its
+    way is that from where they began."""
     last: dict[int, int] = {}  # by the place of its first call
     longest, begin = 0, len(called)
     for place, first in enumerate(called.index(each) for each in called):
         if first in last:
             longest, begin = max(longest, place - last[first]), min(begin, first)
+        elif begin < place:
+            longest = max(longest, place + 1 - begin)
         last[first] = place
     return begin == len(called) or len(called) - begin < 3 * longest
 

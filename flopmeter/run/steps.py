@@ -57,6 +57,7 @@ from flopmeter.torch_names.around import around
 from flopmeter.torch_names.frames import callers
 from flopmeter.torch_names.private import graph_task, is_compiled_backward
 from flopmeter.trace import streams
+from flopmeter.trace.module_paths import class_of
 
 AUTO, OPTIMIZER, FORWARD = "auto", "optimizer", "forward"
 NVTX = "nvtx:"
@@ -318,7 +319,7 @@ class Steps:
             if self._first_forward is None and learns:
                 self._first_forward = self._now()
             if self._marker == AUTO and not self._optimizers.were_made and learns:
-                ended = self._own_updates.call(type(module).__name__, self._now())
+                ended = self._own_updates.call(class_of(module), self._now())
                 if ended and self._most is not None and ended >= self._most:
                     self._stop(only_infers=False)
         self._depth += 1
@@ -344,7 +345,7 @@ class Steps:
                 is_updated = self._optimizers.leader_updates(module)
                 is_copy = not is_updated and self._optimizers.leader_updates_copy_of(module)
                 evaluates = is_copy or (is_updated and not module.training)
-            called = weakref.ref(module), type(module).__name__, ops
+            called = weakref.ref(module), class_of(module), ops
             self._calls.append(OutermostCall(*called, learns, evaluates, is_copy))
             if self._marker == FORWARD:
                 self._end()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.library import Library
 
+from flopmeter.as_cuda.kernels.sparse import MADE_OF_PARTS
 from flopmeter.records import Call, OpsBody, TensorSpec, Trace
 from flopmeter.records.collectives import MADE_OF_COLLECTIVES
 from flopmeter.records.tensors import tensors_in
@@ -56,7 +57,9 @@ def python_key(func: OpOverload) -> str | None:
 def key_of_parts(func: OpOverload) -> DispatchKey | None:
     """The dispatch key of the function whose ops are recorded in place of the op; None if the op itself is."""
     schema = func._schema.name
-    if schema in MADE_OF_COLLECTIVES or (TRITON_OPERATORS.loaded and schema in TRITON_OPERATORS.value):
+    if schema in (*MADE_OF_COLLECTIVES, *MADE_OF_PARTS) or (
+        TRITON_OPERATORS.loaded and schema in TRITON_OPERATORS.value
+    ):
         return DispatchKey.Meta
     if lost(PYTHON_OPS) or _has_fake(func):
         return None

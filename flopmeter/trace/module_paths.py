@@ -118,21 +118,27 @@ class ModulePaths:
         parent_path, parent = self._stack[-1] if self._stack else ("", None)
         if parent is not None and compiled_module(parent) is module:
             return parent_path
-        known = self._names.get(id(module))
-        if known is not None and known[0]() is module and _is_child(known[1], parent_path):
-            return known[1]
+        known = self._last_path(module)
+        if known is not None and _is_child(known, parent_path):
+            return known
         path = self._child_path(module, parent_path, parent)
-        self._names[id(module)] = (weakref.ref(module), path)
+        for each in _with_compiled(module):
+            self._names[id(each)] = (weakref.ref(each), path)
         return path
+
+    def _last_path(self, module: nn.Module) -> str | None:
+        """The path of an earlier call. One that torch.compile has wrapped is the same module as its wrapper."""
+        found = ((each, self._names.get(id(each))) for each in _with_compiled(module))
+        return next((known[1] for each, known in found if known is not None and known[0]() is each), None)
 
     def _child_path(self, module: nn.Module, parent_path: str, parent: nn.Module | None) -> str:
         name = None if parent is None else self._name_below(compiled_module(parent) or parent, module)
         if name is not None:
             return f"{parent_path}.{name}"
-        known = self._names.get(id(module))
-        if known is not None and known[0]() is module:  # called from outside, as a recomputation does
-            return known[1]
-        return self._root_path(type(compiled_module(module) or module).__name__, parent_path)
+        known = self._last_path(module)
+        if known is not None:  # called from outside, as a recomputation does
+            return known
+        return self._root_path(class_of(module), parent_path)
 
     def _name_below(self, parent: nn.Module, module: nn.Module) -> str | None:
         """The first name of the module below the parent. One walk over all submodules finds the names of all of them;
@@ -182,6 +188,17 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     the compiler.)"""
     is_wrapper = type(module).__name__ == "OptimizedModule"
     return getattr(module, COMPILED_MODULE, None) if is_wrapper else None
+
+
+def class_of(module: nn.Module) -> str:
+    """The name of the class that the program's author gave it."""
+    return type(compiled_module(module) or module).__name__
+
+
+def _with_compiled(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The module, and the one that it wraps."""
+    inner = compiled_module(module)
+    return (module,) if inner is None else (module, inner)
 
 
 def _is_child(path: str, parent_path: str) -> bool:

@@ -59,7 +59,7 @@ from flopmeter.trace.shapes_only import ShapesOnly
 from flopmeter.trace.storages import StorageListener, Storages
 from flopmeter.trace.subclasses import is_plain
 from flopmeter.trace.tensor_roles import TensorRoles
-from flopmeter.trace.tensor_specs import build_call, has_strides
+from flopmeter.trace.tensor_specs import build_call
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
@@ -253,7 +253,7 @@ class Recorder(TorchDispatchMode):
             return self._open(func, args, kwargs) if isinstance(func, HigherOrderOperator) else func(*args, **kwargs)
         if self._shapes_only.covers(args, kwargs):
             return self._shapes_only.run(func, args, kwargs)
-        if handling.is_composite and all(has_strides(tensor) for tensor in tensors_in(args)):
+        if handling.is_composite and not any(tensor.is_nested for tensor in tensors_in(args)):
             with self:
                 override = self._overrides.get(func)
                 # The C++ composite itself; `func.decompose` would prefer Python re-writes of some of them.

@@ -13,6 +13,7 @@ from flopmeter.records.sparse_layouts import held_values
 
 aten = torch.ops.aten
 _KEY, _COMPRESSED = "SparseMeta", "SparseCsrMeta"
+MADE_OF_PARTS = ("aten::_to_sparse",)  # recorded as the ops that their kernel on meta runs
 _DISTINCT = "sparse gradients: the rows that coalesce() joins are not known, so as many are left as came in"
 _NO_ELEMENTS = (
     "a sparse tensor without elements is multiplied: torch's own copy to meta drops them; copy it inside of the meter"
@@ -42,6 +43,8 @@ def install(scope: Emulation) -> None:
         scope.kernel(f"aten::{name}", kernel, _KEY)
     for name, kernel in (("mm", mm), ("addmm", addmm), ("mv", mm), ("addmv", addmm)):
         scope.kernel(f"aten::{name}", kernel, _COMPRESSED)
+    for name, kernel in (("_to_sparse", of_dense), ("_to_sparse.sparse_dim", of_dense_with_sparse_dim)):
+        scope.meta_kernel(f"aten::{name}", kernel)
     setattr(torch.Tensor, "new", _new)  # noqa: B010 (it is inherited)
     scope.on_close(delattr, torch.Tensor, "new")
 
@@ -80,6 +83,29 @@ def product(left: Tensor, right: Tensor) -> Tensor:
             "kernel: make that tensor dense (to_dense()), or transpose the matmul"
         )
     return torch.empty((left.size(0), *right.shape[1:]), dtype=right.dtype, device="meta")
+
+
+def of_dense(
+    tensor: Tensor,
+    *,
+    layout: torch.layout | None = None,
+    blocksize: tuple[int, ...] | None = None,
+    dense_dim: int | None = None,
+) -> Tensor:
+    """The elements of a dense tensor that are not zero, found and gathered as CUDA does (TensorConversions.cpp). What
+    asks for their number has to know the values, or what share of them is taken to be true."""
+    if layout not in (None, torch.sparse_coo) or dense_dim or not tensor.dim():
+        raise NotImplementedError(
+            "a dense tensor is made sparse in another layout than by all of its coordinates: make it so on the CPU, "
+            "and move it, or call to_sparse() first"
+        )
+    places = tensor.nonzero().t().clone()
+    values = tensor[tuple(places.chunk(len(places)))].squeeze(0).clone()
+    return torch.sparse_coo_tensor(places, values, tensor.shape, is_coalesced=True, check_invariants=False)
+
+
+def of_dense_with_sparse_dim(tensor: Tensor, sparse_dim: int) -> Tensor:
+    return of_dense(tensor, dense_dim=tensor.dim() - sparse_dim)
 
 
 def to_csr(tensor: Tensor, dense_dim: int | None = None) -> Tensor:

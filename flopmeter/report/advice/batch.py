@@ -1,8 +1,10 @@
 """A larger batch: the same ops on several times as many items, and the time of one item then.
 
 No trace says which dimension is the batch. A tensor that depends on the inputs holds one item after the other, so that
-its outermost dimension grows; what is made of weights alone, weights and their gradients do not. If the FLOPs do not
-grow in proportion, the program is of another kind, and nothing is proposed.
+its outermost dimension grows; what is made of weights alone, weights and their gradients do not. Where that does not
+fit, as in layers that hold the first word of all texts before the second, the dimension grows that has as many places
+as the inputs have items. If the FLOPs do not grow in proportion then either, the program is of another kind, and
+nothing is proposed.
 """
 
 from __future__ import annotations
@@ -42,25 +44,34 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
         return
     if not any(op.module for op in trace.ops):  # a solver on one matrix has no batch
         return
-    grows = depends_on_inputs(trace)
     held = sum(size for name, size in report.memory.at_peak.items() if name in _OF_WEIGHTS)
     fixed = max(held, held + report.memory.steady_peak_bytes - report.memory.peak_bytes)
-    growing = report.memory.peak_bytes - held
-    best, times, then = report.seconds, 1, report
-    while times < MOST_TIMES and fixed + 2 * times * growing <= usable:
-        run = _if_priced(report, scaled(trace, grows, 2 * times))
-        if run is None or not _is_proportional(report, run, 2 * times):
-            break
-        if run.seconds / (2 * times) * PER_DOUBLING > best:
-            break
-        times *= 2
-        best, then = run.seconds / times, run
+    most = (usable - fixed) // max(report.memory.peak_bytes - held, 1)
+    times, then = _most_per_second(report, trace, min(most, MOST_TIMES))
     if times == 1:
         return
     why = "the work of one batch is too small for the device"
     remedy = f"{times} times the batch (times are of what is now one batch)"
     is_fault = report.kernel_seconds > FAULT * then.kernel_seconds / times
     yield Proposal(all_kernels(report), everything, why, remedy, then, times, is_fault)
+
+
+def _most_per_second(report: Report, trace: Trace, most: int) -> tuple[int, Report]:
+    """How many times the batch does most per second, and the report of that; 1 where none is found."""
+    grows = depends_on_inputs(trace)
+    times, best, then = 1, report.seconds, report
+    for items in (None, _items_of_batch(trace)):
+        while 2 * times <= most:
+            run = _if_priced(report, scaled(trace, grows, 2 * times, items))
+            if run is None or not _is_proportional(report, run, 2 * times):
+                break
+            if run.seconds / (2 * times) * PER_DOUBLING > best:
+                return times, then
+            times *= 2
+            best, then = run.seconds / times, run
+        if times > 1:
+            break
+    return times, then
 
 
 def _if_priced(report: Report, larger: Trace) -> Report | None:
@@ -74,25 +85,43 @@ def _if_priced(report: Report, larger: Trace) -> Report | None:
 def _is_proportional(before: Report, after: Report, times: int) -> bool:
     """Whether the FLOPs of matmuls and attention grow in proportion. Optimizers, and what is made of weights alone,
     stay as they are."""
-    return abs(after.macs - times * before.macs) <= PROPORTIONAL * times * before.macs and before.macs > 0
+    is_now, becomes = _macs_of_passes(before), _macs_of_passes(after)
+    return abs(becomes - times * is_now) <= PROPORTIONAL * times * is_now and is_now > 0
 
 
-def scaled(trace: Trace, grows: set[int], times: int) -> Trace:
+def _macs_of_passes(report: Report) -> int:
+    """Without the optimizer's: some, such as Muon, multiply matrices of the weights' size."""
+    kernels = (kernel for kernel in report.kernels if kernel.op.phase != "optimizer")
+    return sum(kernel.cost.macs + kernel.cost.loop_macs for kernel in kernels)
+
+
+def scaled(trace: Trace, grows: set[int], times: int, items: int | None = None) -> Trace:
+    """The trace of so many times the batch, in which the outermost dimension of what grows does; with `items`, the
+    first one of that many places, where a tensor has it."""
+
     def larger(spec: TensorSpec, is_growing: object) -> TensorSpec:
-        dim = outermost(spec)
+        dim = spec.shape.index(items) if items in spec.shape and spec.is_strided else outermost(spec)
         if not is_growing or dim is None:
             return spec
         shape = (*spec.shape[:dim], times * spec.shape[dim], *spec.shape[dim + 1 :])
-        return spec._replace(shape=shape)
+        stride = tuple(times * step if step > spec.stride[dim] else step for step in spec.stride)
+        return spec._replace(shape=shape, stride=stride)
 
     return with_tensors(trace, larger, lambda number: number in grows)
+
+
+def _items_of_batch(trace: Trace) -> int | None:
+    """As many as the largest of the inputs has."""
+    data = _data(trace)
+    found = [spec for op in trace.ops for spec in op.inputs if spec.storage in data]
+    largest = max(found, key=lambda spec: spec.nbytes, default=None)
+    return None if largest is None else _items(largest)
 
 
 def depends_on_inputs(trace: Trace) -> set[int]:
     """The storages that hold something for each item: inputs, and what is computed from them."""
     roles = [storage.role for storage in trace.storages]
-    grows = _data(trace)
-    weights = {spec.shape for op in trace.ops for spec in op.inputs if roles[spec.storage] == "parameters"}
+    grows, weights = _data(trace), _shapes_of_weights(trace)
     for op in trace.ops:
         if op.phase != "optimizer" and any(number in grows for number in op.storages):
             made = (spec for spec in op.outputs if roles[spec.storage] is None)
@@ -102,19 +131,41 @@ def depends_on_inputs(trace: Trace) -> set[int]:
 
 def _data(trace: Trace) -> set[int]:
     """Storages of data: what lies on the device from before without a role, and what the step makes from nothing
-    (`torch.randn`, `torch.tensor`) with as many items. Where the largest data is made in the step, by chance or in
-    Python, it tells how many items there are: beside it lie only schedules and counters."""
+    (`torch.randn`, `torch.tensor`) or brings from the host, with as many items. Where the largest data is made in the
+    step, by chance or in Python, it tells how many items there are: beside it lie only schedules and counters. Averages
+    of weights, which the step writes, are no data."""
     given = {number for number, storage in enumerate(trace.storages) if storage.born < 0 and storage.role is None}
-    of_nothing = [op for op in trace.ops if op.phase == "forward" and (not op.call.inputs or op.packet in _FRESH)]
-    made = [(op, spec) for op in of_nothing for spec in op.outputs if trace.storages[spec.storage].role is None]
+    weights = _shapes_of_weights(trace)
+    given -= _averages(trace, given, weights)
+    bringing = [op for op in trace.ops if op.phase == "forward" and _brings_data(op, weights)]
+    made = [(op, spec) for op in bringing for spec in op.outputs if trace.storages[spec.storage].role is None]
     found = [spec for op in trace.ops for spec in op.inputs if spec.storage in given]
     items = {_items(spec) for spec in found} - {None}
-    told = [spec for op, spec in made if not given or op.packet in _FRESH or _is_random(op)]
+    told = [spec for op, spec in made if not given or op.packet in _FRESH or _is_random(op) or op.call.inputs]
     largest = max(told, key=lambda spec: spec.nbytes, default=None)
     if largest is not None and largest.nbytes > max((spec.nbytes for spec in found), default=0):
         items = {_items(largest)} - {None}
         given = {spec.storage for spec in found if _items(spec) in items}
     return given | {spec.storage for _, spec in made if _items(spec) in items}
+
+
+def _brings_data(op: Op, weights: set[tuple[int, ...]]) -> bool:
+    """Whether its results come from nothing, or from the host, where weights may wait too."""
+    if not op.call.inputs or op.packet in _FRESH:
+        return True
+    comes_from_host = all(spec.device == "cpu" for spec in op.inputs)
+    return comes_from_host and all(spec.device != "cpu" and spec.shape not in weights for spec in op.outputs)
+
+
+def _averages(trace: Trace, given: set[int], weights: set[tuple[int, ...]]) -> set[int]:
+    """Those of the storages that are written in place and have the shape of a weight."""
+    writes = (op for op in trace.ops if op.call.func._schema.is_mutable)
+    return {spec.storage for op in writes for spec in op.inputs if spec.storage in given and spec.shape in weights}
+
+
+def _shapes_of_weights(trace: Trace) -> set[tuple[int, ...]]:
+    roles = [storage.role for storage in trace.storages]
+    return {spec.shape for op in trace.ops for spec in op.inputs if roles[spec.storage] == "parameters"}
 
 
 def _is_random(op: Op) -> bool:
