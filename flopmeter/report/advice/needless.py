@@ -20,6 +20,7 @@ from flopmeter.report.advice.math_attention import math_paths
 from flopmeter.report.advice.number_types import type_of_others
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import (
+    OF_WEIGHTS,
     are_in_torch,
     changed_call,
     in_place_of,
@@ -32,7 +33,6 @@ from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
 _CASTS = (aten._to_copy, aten.copy_, aten.clone)
-_WEIGHTS = ("parameters", "gradients", "optimizer state")
 
 
 @remedy
@@ -52,7 +52,7 @@ def wide_work(report: Report) -> Iterator[Proposal]:
     if narrow is None or not places:
         return
     touched = {number for index in places for number in trace.ops[index].storages}
-    touched = {number for number in touched if trace.storages[number].role not in _WEIGHTS}
+    touched = {number for number in touched if trace.storages[number].role not in OF_WEIGHTS}
 
     def narrowed(spec: TensorSpec, is_touched: object) -> TensorSpec:
         return spec._replace(dtype=narrow) if is_touched and spec.dtype is torch.float32 else spec

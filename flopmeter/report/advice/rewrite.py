@@ -12,7 +12,11 @@ from torch._ops import OpOverload
 
 from flopmeter.records import Call, Op, TensorSpec, Trace
 from flopmeter.records.traces import rearranged
-from flopmeter.torch_names.operators import Absent
+from flopmeter.torch_names.operators import Absent, aten
+
+PRODUCTS = (aten.mm, aten.addmm)  # of linear layers, forward and backward
+CASTS = (aten._to_copy, aten.clone)
+OF_WEIGHTS = ("parameters", "gradients", "optimizer state")  # roles of storages
 
 Mark = Hashable
 """What a change needs to know of a storage."""
