@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from flopmeter.device.sm_limits import SM_REGISTERS, WARP_THREADS, sm_limits
 from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.around import around
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 
@@ -149,14 +150,13 @@ def _posing_tensors() -> Iterator[Replacement]:
     yield FakeTensor, "is_cuda", property(lambda tensor: tensor.device.type == "cuda")
 
 
-def _never_on_meta(new: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _never_on_meta(
+    new: Callable[..., Any], cls: type, mode: Any, elem: Any, device: torch.device, *args: Any, **options: Any
+) -> Any:
     """Puts tensors that C++ makes for a posing tensor, such as the numbers of `where(mask, 1.0, 0.0)`, on the device of
     that tensor."""
-
-    def make(cls: type, mode: Any, elem: Any, device: torch.device, *args: Any, **options: Any) -> Any:
-        return new(cls, mode, elem, CUDA if device == META else device, *args, **options)
-
-    return make
+    return new(cls, mode, elem, CUDA if device == META else device, *args, **options)
 
 
 class _MadeOnCpu(TorchDispatchMode):
@@ -171,12 +171,10 @@ def _cpu_for_cuda(device: torch.device) -> torch.device:
     return torch.device("cpu") if device == CUDA else device
 
 
-def _on_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def deduce(*args: Any) -> Any:
-        with _MadeOnCpu():  # type: ignore[no-untyped-call]
-            return plain(*args)
-
-    return deduce
+@around
+def _on_cpu(deduce: Callable[..., Any], *args: Any) -> Any:
+    with _MadeOnCpu():  # type: ignore[no-untyped-call]
+        return deduce(*args)
 
 
 _make_subclass = torch.Tensor._make_subclass
