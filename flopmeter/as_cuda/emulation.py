@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 from flopmeter.as_cuda.attention_rules import MATH, SdpaCall
 from flopmeter.as_cuda.target import CudaTarget
 from flopmeter.torch_names import dispatcher, private
+from flopmeter.torch_names.replaced import replace
 
 DispatcherKernel = Callable[..., Any]
 
@@ -96,8 +97,7 @@ class Emulation:
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` until the scope closes."""
-        self._undo.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
+        replace(self._undo, owner, name, value)
 
     def patch_private(self, name: private.PrivateName, value: Any) -> None:
         """Set a private name of torch until the scope closes."""

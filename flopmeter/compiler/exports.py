@@ -17,10 +17,10 @@ import torch
 from torch.export import ExportedProgram
 
 from flopmeter.compiler.hidden import hooks_hidden
-from flopmeter.compiler.posing import replace
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import AOT_COMPILE, AOTI_COMPILE, AOTI_LOAD
+from flopmeter.torch_names.replaced import replace
 
 
 class Exports:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from flopmeter.device.sm_limits import SM_REGISTERS, WARP_THREADS, sm_limits
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.around import around
+from flopmeter.torch_names.replaced import replace
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 
@@ -65,22 +66,6 @@ def _forget_devices() -> None:
     for function in vars(names.DEVICE_CACHES.value).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
-
-
-_ABSENT = object()
-
-
-def replace(undo: ExitStack, owner: Any, attribute: str, value: Any) -> None:
-    """Replaces the attribute until `undo` is closed."""
-    undo.callback(_restore, owner, attribute, vars(owner).get(attribute, _ABSENT))
-    setattr(owner, attribute, value)
-
-
-def _restore(owner: Any, attribute: str, before: Any) -> None:
-    if before is _ABSENT:
-        delattr(owner, attribute)
-    else:
-        setattr(owner, attribute, before)
 
 
 def _here(stand_in: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,13 +28,14 @@ from flopmeter.compiler.hidden import hooks_hidden, ignore_warning
 from flopmeter.compiler.lowering import copied, inline_regions, lower
 from flopmeter.compiler.outermost import OutermostCalls
 from flopmeter.compiler.pace import undisturbed
-from flopmeter.compiler.posing import PosedDevice, posing, replace, unpose
+from flopmeter.compiler.posing import PosedDevice, posing, unpose
 from flopmeter.compiler.replay import Owner, Replay, name_of
 from flopmeter.records import CompiledGraph, GraphBreak
 from flopmeter.records.compiled import GraphPass
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
+from flopmeter.torch_names.replaced import replace
 from flopmeter.trace import triton_kernels
 from flopmeter.trace.recorder import Recorder
 
