@@ -73,10 +73,23 @@ def fused(
     return in_place_of(op, func, read, settings, specs, results)
 
 
-def with_kernel(op: Op, backend: str, end: str, *, is_causal: bool, dropout_p: float) -> Op:
-    """The same attention, forward or (with the end `_backward`) backward, by another kernel and without a mask."""
-    func, call = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention{end}").default, op.call
-    mask, settings = call.get("attn_bias"), {"dropout_p": dropout_p, "is_causal": is_causal}
+def operands_of(op: Op) -> Operands:
+    """q, k and v of a fused attention, forward or backward."""
+    q, k, v = op.inputs[1:4] if op.call.name.endswith("_backward") else op.inputs[:3]
+    return q, k, v
+
+
+def by_chosen_kernel(op: Op, device: Hardware, *, is_causal: bool) -> Op | None:
+    """The same attention, forward or backward, without a mask and by the kernel that CUDA would choose then; None where
+    there is none."""
+    call, dropout = op.call, op.call.argument("dropout_p")
+    try:
+        backend = backend_of(operands_of(op), device, is_causal=is_causal, dropout=dropout)
+    except NoKernelError:
+        return None
+    end = "_backward" if call.name.endswith("_backward") else ""
+    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention{end}").default
+    mask, settings = call.get("attn_bias"), {"dropout_p": dropout, "is_causal": is_causal}
     inputs = tuple(spec for spec in call.inputs if spec is not mask)
     return op._replace(call=dataclasses.replace(call, func=func, args=inputs, inputs=inputs, kwargs=settings))
 
