@@ -33,8 +33,8 @@ def memory_taken(graph: Any, nodes: Sequence[Any]) -> dict[str, str]:
 
 
 def _outside(node: Any, taken: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The part of  about results that leave the kernel, with the buffer that their memory comes from in the end: values
-    inside may hand memory on."""
+    """The part of `taken` about results that leave the kernel, with the buffer that their memory comes from in the end:
+    values inside may hand memory on."""
     inside = {buffer.get_name() for buffer in node.get_outputs() if not is_needed(buffer, node)}
     for result in taken.keys() - inside:
         source: str | None = taken[result]

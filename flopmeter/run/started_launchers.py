@@ -15,7 +15,6 @@ from typing import Any
 from flopmeter.run.launchers import is_launcher, plain
 from flopmeter.run.patches import Patch
 from flopmeter.run.script import GivesWay
-from flopmeter.torch_names.around import around
 from flopmeter.torch_names.frames import callers
 
 _OF_LAUNCHERS = ("accelerate.commands.", "deepspeed.launcher.", "torch.distributed.elastic.")
@@ -35,21 +34,23 @@ class StartsLauncher(GivesWay):
 
 def patches() -> Iterator[Patch]:
     reason = "a launcher that the script starts is metered in its place"
+    begin = subprocess.Popen.__init__
     for name in ("execv", "execve"):  # the other ways of os to replace the process end in these
         yield Patch(os, name, _replacing(getattr(os, name)), reason)
-    yield Patch(subprocess.Popen, "__init__", _starting(subprocess.Popen.__init__), reason)
+
+    def start(process: Any, args: Any, *more: Any, **options: Any) -> None:
+        _look_at(args, options.get("env"), options.get("cwd"))
+        begin(process, args, *more, **options)
+
+    yield Patch(subprocess.Popen, "__init__", start, reason)
 
 
-@around
-def _replacing(original: Callable[..., Any], path: Any, words: Any, *environment: Any) -> Any:
-    _look_at(words, environment[0] if environment else None, None)
-    return original(path, words, *environment)
+def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def replace(path: Any, words: Any, *environment: Any) -> Any:
+        _look_at(words, environment[0] if environment else None, None)
+        return original(path, words, *environment)
 
-
-@around
-def _starting(begin: Callable[..., None], process: Any, args: Any, *more: Any, **options: Any) -> None:
-    _look_at(args, options.get("env"), options.get("cwd"))
-    begin(process, args, *more, **options)
+    return replace
 
 
 def _look_at(command: Any, environment: Mapping[str, str] | None, folder: str | None) -> None:
