@@ -13,7 +13,7 @@ from typing import Any
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import BlockCount, BodyOp, FlexBody, Op, TensorSpec
 from flopmeter.report.advice.fused_attention import NoKernelError, Operands
-from flopmeter.report.advice.rewrite import in_place_of
+from flopmeter.report.advice.rewrite import each_tensor, in_place_of
 from flopmeter.torch_names.operators import aten
 from flopmeter.torch_names.own_operators import own_overloads
 
@@ -60,9 +60,7 @@ def flexed(op: Op, qkv: Operands, out: TensorSpec, sums: TensorSpec, body: FlexB
 
 def _on_one(op: Op) -> BodyOp:
     def one(value: Any) -> Any:
-        if isinstance(value, TensorSpec):
-            return value._replace(shape=(), stride=(), offset=0)
-        return tuple(map(one, value)) if type(value) is tuple else value
+        return each_tensor(value, lambda spec: spec._replace(shape=(), stride=(), offset=0))
 
     call = op.call
     kwargs = tuple((name, one(value)) for name, value in call.kwargs.items())

@@ -96,3 +96,8 @@ def by_chosen_kernel(op: Op, device: Hardware, *, is_causal: bool) -> Op | None:
 
 def dense(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> TensorSpec:
     return TensorSpec(shape, dense_strides(shape, channels_last=False), dtype, 0, 0, device)
+
+
+def dense_in(place: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+    """A dense tensor of this shape, at the start of a tensor's storage and of its type."""
+    return dense(shape, place.dtype, place.device)._replace(storage=place.storage)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.report.advice.fused_attention import dense
+from flopmeter.report.advice.fused_attention import dense_in
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import CASTS, PRODUCTS, in_place_of, is_view, with_tensors
 from flopmeter.report.report import Report
@@ -102,7 +102,7 @@ def _lookup(op: Op, indices: TensorSpec, length: int, ones: dict[int, tuple[Tens
     out, (left, right) = op.outputs[0], op.inputs[-2:]
     other = right if left.storage in ones else left
     if left.shape[-1] == length:
-        table = dense((length, other.numel // length), other.dtype, other.device)._replace(storage=other.storage)
+        table = dense_in(other, (length, other.numel // length))
         return in_place_of(op, aten_overloads.embedding.default, (table, indices), {}, (table, indices), (out,))
     args = other, indices, length, -1, False
     return in_place_of(op, aten_overloads.embedding_dense_backward.default, args, {}, args[:2], (out,))

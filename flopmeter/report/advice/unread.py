@@ -7,6 +7,7 @@ from itertools import pairwise, product
 
 import torch
 
+from flopmeter.costs.rules import in_one_piece
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.memory_format import dense_strides
 from flopmeter.report.advice.remedies import Proposal, has_backward, remedy, trace_of, with_other_ops
@@ -113,7 +114,7 @@ def _cut(op: Op, rows: dict[int, list[int]], kept: list[int]) -> Op:
         if spec.storage in rows:
             count = len(rows[spec.storage])
             shape = spec.shape if spec.numel == count * spec.shape[-1] else (count, spec.shape[-1])
-            return spec._replace(shape=shape, stride=dense_strides(shape, channels_last=False), offset=0)
+            return in_one_piece(spec, shape)._replace(offset=0)
         if left is not None and spec.storage == left.storage and spec.shape == left.shape:
             step = kept[1] - kept[0] if len(kept) > 1 else 1
             return spec._replace(shape=(len(kept), spec.shape[1]), stride=(spec.stride[0] * step, spec.stride[1]))
