@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flopmeter.as_cuda import CudaTarget
 from flopmeter.device.cluster import cluster_of
 from flopmeter.device.hardware import Hardware, load_hardware
-from flopmeter.meter import FlopMeter, Mode, target_of
+from flopmeter.meter import FlopMeter, Mode
 from flopmeter.records import DEFAULT_STREAM
 from flopmeter.records.collectives import COLLECTIVE_OPS
 from flopmeter.report.report import Report
@@ -95,7 +96,7 @@ class ScriptSession:
         self.gpus_per_node = min(wishes.gpus, wishes.gpus_per_node or on_node)
         self.named = NamedCuda(self.gpus_per_node, rank % self.gpus_per_node)
         self.meter.shapes_only = self.named.true_meta
-        self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
+        self.cuda = CudaModule(self.hardware, CudaTarget.of(self.hardware), self.named, self.memory, self)
         self.takes_times = False
         self.steps = Steps(self, wishes.marker, wishes.steps, _say)
         self.cuda.nvtx.on_end = self.steps.on_range_end

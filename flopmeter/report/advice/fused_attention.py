@@ -34,12 +34,10 @@ class Bias(NamedTuple):
 
 def backend_of(qkv: Operands, device: Hardware, *, is_causal: bool, dropout: float, bias: Bias | None = None) -> str:
     """The kernel that CUDA would choose, by the rules of the running torch. Raises NoKernelError where it has none."""
-    capability = device.compute_capability
-    target = CudaTarget.stand_in(device.title) if capability is None else CudaTarget(capability)
     q, k, v = (Operand(spec.shape, spec.stride, spec.dtype, 0, False) for spec in qkv)
     settings, is_grouped = Settings.now()._replace(grad=False), q.shape[1] != k.shape[1]
     mask = bias and Operand(bias.spec.shape, bias.spec.stride, bias.spec.dtype, 0, bias.gradient is not None)
-    call = SdpaCall(q, k, v, mask, dropout, is_causal, is_grouped, settings, target)
+    call = SdpaCall(q, k, v, mask, dropout, is_causal, is_grouped, settings, CudaTarget.of(device))
     chosen = choose(call, rules_for(running_version()))
     if chosen is SDPBackend.MATH:
         raise NoKernelError
