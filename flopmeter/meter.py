@@ -313,7 +313,7 @@ class FlopMeter:
 
 
 def reports_together(
-    meters: Mapping[int, FlopMeter], mode: Mode | None = "eager", ops: Mapping[int, range] | None = None
+    meters: Mapping[int, FlopMeter], mode: Mode | None, ops: Mapping[int, range] | None = None
 ) -> dict[int, Report]:
     """The reports of ranks that send each other messages, by global rank, on one clock. `mode` and `ops`, by rank, are
     those of FlopMeter.report.

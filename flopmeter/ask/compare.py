@@ -221,7 +221,7 @@ def _result(
 
 
 def result_of(
-    report: Report, dollars_per_hour: float | None = None, items: float | None = None, host: Host | None = None
+    report: Report, dollars_per_hour: float | None, items: float | None = None, host: Host | None = None
 ) -> DeviceResult:
     """The row of a report that was priced with `host`."""
     row = DeviceRow(

@@ -87,9 +87,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 class TrainingStep:
     """Forward, backward, step of the optimizer, whose state is there from the start, as after the first step."""
 
-    def __init__(
-        self, name: str, model: Callable[..., Any], *, optimizer: OptimizerChoice | None = None, compiled: bool = False
-    ):
+    def __init__(self, name: str, model: Callable[..., Any], *, optimizer: OptimizerChoice | None, compiled: bool):
         trained = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
         if not trained:
             raise TargetError(f"{name} has no parameters to train: return an nn.Module that has, or run it untrained")
