@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from torch._ops import OpOverload
 from torch.library import Library
@@ -17,7 +18,6 @@ from torch.nn.attention import SDPBackend
 from flopmeter.as_cuda.attention_rules import MATH, SdpaCall
 from flopmeter.as_cuda.target import CudaTarget
 from flopmeter.torch_names import dispatcher, private
-from flopmeter.torch_names.replaced import replace
 
 DispatcherKernel = Callable[..., Any]
 
@@ -97,11 +97,11 @@ class Emulation:
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` until the scope closes."""
-        replace(self._undo, owner, name, value)
+        self._undo.enter_context(mock.patch.object(owner, name, value))
 
     def patch_private(self, name: private.PrivateName, value: Any) -> None:
         """Set a private name of torch until the scope closes."""
-        self.patch(name.owner, name.attribute, value)
+        self._undo.enter_context(name.replaced(value))
 
     def on_close(self, function: Callable[..., object], *args: Any) -> None:
         self._undo.callback(function, *args)

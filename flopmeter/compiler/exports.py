@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.export import ExportedProgram
@@ -20,7 +21,6 @@ from flopmeter.compiler.hidden import hooks_hidden
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import AOT_COMPILE, AOTI_COMPILE, AOTI_LOAD
-from flopmeter.torch_names.replaced import replace
 
 
 class Exports:
@@ -40,8 +40,9 @@ class Exports:
 
     def __enter__(self) -> Exports:
         """Nothing of inductor is imported, which takes a second, until there is an exported program to compile."""
-        replace(self._undo, ExportedProgram, "__init__", self._when_first_exporting(ExportedProgram.__init__))
-        replace(self._undo, torch.export, "export", _without_hooks(torch.export.export))
+        init = self._when_first_exporting(ExportedProgram.__init__)
+        self._undo.enter_context(mock.patch.object(ExportedProgram, "__init__", init))
+        self._undo.enter_context(mock.patch.object(torch.export, "export", _without_hooks(torch.export.export)))
         if AOTI_COMPILE.loaded:  # there may be exported programs already
             self._install()
         return self
@@ -64,7 +65,7 @@ class Exports:
             (AOT_COMPILE, _refused_off_the_cpu),
         ):
             if hasattr(name.owner, name.attribute):
-                replace(self._undo, name.owner, name.attribute, wrapper(name.value))
+                self._undo.enter_context(name.replaced(wrapper(name.value)))
 
     @around
     def _in_place_of_compile(

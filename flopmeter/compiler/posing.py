@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -22,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from flopmeter.device.sm_limits import SM_REGISTERS, WARP_THREADS, sm_limits
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.around import around
-from flopmeter.torch_names.replaced import replace
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 
@@ -53,7 +53,7 @@ def posing(device: PosedDevice) -> Iterator[None]:
         return
     with ExitStack() as undo:
         for owner, attribute, stand_in in _stand_ins(device):
-            replace(undo, owner, attribute, stand_in)
+            undo.enter_context(mock.patch.object(owner, attribute, stand_in))
         undo.callback(setattr, _posing, "device", None)
         _posing.device = device
         _forget_devices()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import CodeType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.fx import GraphModule
@@ -35,7 +36,6 @@ from flopmeter.records.compiled import GraphPass
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
-from flopmeter.torch_names.replaced import replace
 from flopmeter.trace import triton_kernels
 from flopmeter.trace.recorder import Recorder
 
@@ -111,9 +111,9 @@ class Session:
         if self._outermost:
             self._install()
         else:
-            replace(self._undo, torch, "compile", self._when_first_compiling(torch.compile))
+            self._undo.enter_context(mock.patch.object(torch, "compile", self._when_first_compiling(torch.compile)))
             if names.AROUND_CALL.loaded:  # functions may be compiled already
-                self._patch_name(names.AROUND_CALL, self._when_first_called)
+                self._undo.enter_context(names.AROUND_CALL.replaced(self._when_first_called(names.AROUND_CALL.value)))
         if self._outermost:
             self._undo.enter_context(self._outermost)
         return self
@@ -157,9 +157,6 @@ class Session:
         self._install()
         return names.AROUND_CALL.value(*args)  # by now another one
 
-    def _patch_name(self, name: Any, wrapper: Callable[[Any], Any]) -> None:
-        replace(self._undo, name.parent, name.attribute.rpartition(".")[2], wrapper(name.value))
-
     def _install(self) -> None:
         if self._is_installed:
             return
@@ -172,7 +169,7 @@ class Session:
             self._run_eagerly()
             return
         for name, wrapper in (*self._wrappers(), *self._answers.wrappers(), *self._frames.wrappers(), *pace.wrappers()):
-            self._patch_name(name, wrapper)
+            self._undo.enter_context(name.replaced(wrapper(name.value)))
         self._keep_compiler_state()
         self._undo.enter_context(composites_differentiate())
         self._undo.callback(self._hidden.close)
@@ -193,10 +190,10 @@ class Session:
         for name in (names.INPUT_CODES, names.OUTPUT_CODES):
             _forget_codes(name.value)
             codes[name] = names.TRACKER.value()
-            replace(self._undo, name.owner, name.attribute, codes[name])
+            self._undo.enter_context(name.replaced(codes[name]))
         counters = names.COUNTERS.value
         before = {key: Counter(count) for key, count in counters.items()}
-        replace(self._undo, names.DYNAMIC_STATE.owner, names.DYNAMIC_STATE.attribute, None)
+        self._undo.enter_context(names.DYNAMIC_STATE.replaced(None))
 
         def restore() -> None:
             for tracker in codes.values():

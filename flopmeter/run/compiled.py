@@ -160,7 +160,7 @@ class Tracing:
         why = "compilers know torch's own functions alone"
         scripting = Patch(torch.jit, "script", scripting_inside(around, torch.jit.script), why)
         return [scripting] + [
-            Patch(name.parent, name.attribute.rpartition(".")[2], made_inside(around, name.value), why)
+            Patch(name.parent, name.own_name, made_inside(around, name.value), why)
             for name in (names.RULES, names.HANDLERS)
             if name.present()
         ]

@@ -7,8 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flopmeter.torch_names.replaced import own, put
-
 
 @dataclass(frozen=True, slots=True)
 class Patch:
@@ -26,7 +24,7 @@ def applied(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
     undoing: list[Patch] = []
     with ExitStack() as undo:
         for patch in patches:
-            undoing.append(replace(patch, value=own(patch.owner, patch.name)))
+            undoing.append(replace(patch, value=_own(patch)))
             undo.callback(_put, undoing[-1])
             _put(patch)
         yield undoing
@@ -37,12 +35,22 @@ def hidden(undoing: list[Patch]) -> Iterator[None]:
     """In this context everything that `applied` has replaced is as it was. Contexts may be nested."""
     with ExitStack() as redo:
         for patch in reversed(undoing):
-            now = own(patch.owner, patch.name)
+            now = _own(patch)
             if now is not patch.value:
                 redo.callback(_put, replace(patch, value=now))
                 _put(patch)
         yield
 
 
+_ABSENT = object()  # the owner had no attribute of its own
+
+
+def _own(patch: Patch) -> Any:
+    return vars(patch.owner).get(patch.name, _ABSENT)
+
+
 def _put(patch: Patch) -> None:
-    put(patch.owner, patch.name, patch.value)
+    if patch.value is _ABSENT:
+        delattr(patch.owner, patch.name)
+    else:
+        setattr(patch.owner, patch.name, patch.value)
