@@ -4,6 +4,9 @@ Exporting runs nothing: the recorder lets those ops pass. For a package torch wo
 since meta tensors are on no GPU, and nobody would see its calls. What AOTInductor writes for a GPU are inductor's
 kernels of the exported program, so a call of the package is a call of that program through torch.compile. No file is
 written: there would be no code to put into it.
+
+Works around: AOTInductor compiles a program on meta for the CPU, and no dispatch mode sees what its package runs.
+Until: it compiles for a device that is not there.
 """
 
 from __future__ import annotations

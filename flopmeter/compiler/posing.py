@@ -3,6 +3,9 @@
 A fake tensor tells Python that it is on `cuda:0`, so that inductor compiles for a GPU, while C++ takes it for a meta
 tensor: autograd finds a queue for its backward pass, indexing finds a device guard, and the emulation in `as_cuda`
 dispatches what CUDA would. The stand-ins hold for the thread that poses, and are removed when it stops.
+
+Works around: inductor asks a driver about the device, and takes tensors on meta for ones on the CPU.
+Until: it compiles for a device that is described to it.
 """
 
 from __future__ import annotations

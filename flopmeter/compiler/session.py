@@ -2,6 +2,9 @@
 
 A session stands between Dynamo and inductor while the meter is open. All that it changes in torch is put back when it
 closes, and what was compiled in it is forgotten, since it belongs to the meter.
+
+Works around: inductor goes on to compile its kernels for a device that has to be there, and says of no call which ran.
+Until: torch can be asked for the kernels of a graph, and tells a listener of each call.
 """
 
 from __future__ import annotations
