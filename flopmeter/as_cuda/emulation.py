@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 from torch._ops import OpOverload
 from torch.library import Library
@@ -97,11 +96,12 @@ class Emulation:
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` until the scope closes."""
-        self._undo.enter_context(mock.patch.object(owner, name, value))
+        self._undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
 
     def patch_private(self, name: private.PrivateName, value: Any) -> None:
         """Set a private name of torch until the scope closes."""
-        self._undo.enter_context(name.replaced(value))
+        self.patch(name.owner, name.attribute, value)
 
     def on_close(self, function: Callable[..., object], *args: Any) -> None:
         self._undo.callback(function, *args)
