@@ -155,7 +155,7 @@ class FlopMeter:
         """Open all that watches the program, or answers it; `undo` closes it."""
         by_rules, emulation = self._compile == "rules", None
         if self._as_cuda:
-            emulation = undo.enter_context(emulate_cuda(target_of(self.hardware), compiled_run_eagerly=by_rules))
+            emulation = undo.enter_context(emulate_cuda(CudaTarget.of(self.hardware), compiled_run_eagerly=by_rules))
         values = undo.enter_context(self._new_values())
         for workaround in WORKAROUNDS:
             undo.enter_context(workaround(values))
@@ -189,7 +189,7 @@ class FlopMeter:
         self._undo.close()
 
     def _new_session(self, emulation: Emulation, recorder: Recorder, values: KnownValues) -> Session:
-        target = target_of(self.hardware)
+        target = CudaTarget.of(self.hardware)
 
         def run_eagerly() -> None:
             dynamo.install(emulation)
@@ -267,13 +267,13 @@ class FlopMeter:
             trace=trace, kernels=kernels, kernels_of=on_device, hardware=device, cluster=cluster, host=host,
             causal=self._causal, clocks=self._clocks, assumptions=assumed, caution=self._caution(ops, device),
             notes=notes, ran=ran_of(trace, device), known=known, dollars_per_kwh=self._dollars_per_kwh,
-            unfused=unfused_calls(self._emulation, target_of(device)),
+            unfused=unfused_calls(self._emulation, CudaTarget.of(device)),
         )  # fmt: skip
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:
         notes = []
         if self._emulation:
-            notes += [*self._emulation.notes, *target_of(device).notes, *unfused_notes(self._emulation)]
+            notes += [*self._emulation.notes, *CudaTarget.of(device).notes, *unfused_notes(self._emulation)]
         if self._session:
             notes += self._session.notes
         if self._exports:
@@ -297,7 +297,7 @@ class FlopMeter:
             )
 
     def _check_stream(self, device: Hardware) -> None:
-        difference = self._emulation.difference(target_of(device)) if self._emulation else None
+        difference = self._emulation.difference(CudaTarget.of(device)) if self._emulation else None
         if difference is not None:
             raise StreamError(
                 f"{device.name} would run other ops than {self.hardware.name}, for which the program was metered: "
@@ -314,7 +314,7 @@ class FlopMeter:
 
 
 def reports_together(
-    meters: Mapping[int, FlopMeter], mode: Mode | None = "eager", ops: Mapping[int, range] | None = None
+    meters: Mapping[int, FlopMeter], mode: Mode | None, ops: Mapping[int, range] | None = None
 ) -> dict[int, Report]:
     """The reports of ranks that send each other messages, by global rank, on one clock. `mode` and `ops`, by rank, are
     those of FlopMeter.report.
@@ -367,12 +367,6 @@ def checked_energy_price(dollars_per_kwh: float | None) -> float | None:
     if dollars_per_kwh is None or (is_number and 0 <= dollars_per_kwh < math.inf):
         return dollars_per_kwh
     raise ValueError(f"the price of energy must be dollars per kWh, such as 0.3, not {dollars_per_kwh!r}")
-
-
-def target_of(hardware: Hardware) -> CudaTarget:
-    """The device as torch's dispatch sees it."""
-    capability = hardware.compute_capability
-    return CudaTarget.stand_in(hardware.title) if capability is None else CudaTarget(capability)
 
 
 def _kernels_on(device: Hardware, strict: bool, trace: Trace, known: CallCosts) -> list[Kernel]:

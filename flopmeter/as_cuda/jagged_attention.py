@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 from flopmeter.as_cuda.attention_rules import CUDNN, EFFICIENT, FLASH, Operand, SdpaCall, Settings, rules_for
 from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.torch_names import dispatcher, private
+from flopmeter.torch_names.around import around
 
 ASKED = {FLASH: private.JAGGED_FLASH, EFFICIENT: private.JAGGED_EFFICIENT, CUDNN: private.JAGGED_CUDNN}
 
@@ -32,17 +33,14 @@ def install(scope: Emulation) -> None:
         _answer(scope, backend, name)
 
 
-def _unmetered(dummy: Callable[[], Tensor]) -> Callable[[], Tensor]:
+@around
+def _unmetered(dummy: Callable[[], Tensor]) -> Tensor:
     """Makes the first jagged tensor outside of the meter: torch then makes one on meta, also where there is a GPU,
     which is no kernel of the program. Outside of inference mode, since that one serves later programs too."""
-
-    def made() -> Tensor:
-        if torch.compiler.is_compiling():
-            return dummy()
-        with private.no_dispatch_modes(), torch.inference_mode(False):
-            return dummy()
-
-    return made
+    if torch.compiler.is_compiling():
+        return dummy()
+    with private.no_dispatch_modes(), torch.inference_mode(False):
+        return dummy()
 
 
 def _answer(scope: Emulation, backend: SDPBackend, name: private.PrivateName) -> None:

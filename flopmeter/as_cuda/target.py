@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flopmeter.as_cuda.attention_rules import rules_for
+from flopmeter.device.hardware import Hardware
 from flopmeter.torch_names.dispatcher import running_version
 
 STAND_IN_CAPABILITY = (8, 0)
@@ -31,6 +32,11 @@ class CudaTarget:
                 f"compute capability {major}.{minor} is none that PyTorch runs on (5.0 to 12.1): "
                 "give (major, minor), such as (9, 0) for an H100"
             )
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> CudaTarget:
+        capability = hardware.compute_capability
+        return cls.stand_in(hardware.title) if capability is None else cls(capability)
 
     @classmethod
     def stand_in(cls, device: str) -> CudaTarget:

@@ -36,7 +36,7 @@ def check_not_negative(**numbers: object) -> None:
     _check(lambda number: is_number(number) and number >= 0, "must be a number from 0 on", ValueError, numbers)
 
 
-def check_share(error: type[ValueError] = ValueError, **shares: object) -> None:
+def check_share(error: type[ValueError], **shares: object) -> None:
     _check(lambda share: is_number(share) and 0 <= share <= 1, "is a share from 0 to 1", error, shares)
 
 

@@ -215,13 +215,13 @@ def _result(
     if not report.kernels:
         raise ValueError("the program ran no op on meta tensors: there is nothing to compare")
     result = result_of(report, dollars_per_hour.get(device.name), items, meters.options.get("host"))
-    if device.compute_capability is None and meters.options.get("as_cuda", True):
-        result = result._replace(notes=(*result.notes, *CudaTarget.stand_in(device.title).notes))
+    if meters.options.get("as_cuda", True):
+        result = result._replace(notes=(*result.notes, *CudaTarget.of(device).notes))
     return result
 
 
 def result_of(
-    report: Report, dollars_per_hour: float | None = None, items: float | None = None, host: Host | None = None
+    report: Report, dollars_per_hour: float | None, items: float | None = None, host: Host | None = None
 ) -> DeviceResult:
     """The row of a report that was priced with `host`."""
     row = DeviceRow(

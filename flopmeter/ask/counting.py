@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,13 +92,11 @@ def count(model: Callable[..., Any], *inputs: Any, **options: Any) -> FlopCount:
     twin, inputs, options = on_meta((model, inputs, options))
     outputs: dict[str, tuple[tuple[int, ...], ...]] = {}
     watched = dict(twin.named_modules()) if isinstance(twin, nn.Module) else {}
-    hooks = [module.register_forward_hook(_noting(outputs, name)) for name, module in watched.items()]
-    try:
+    with ExitStack() as undo:
+        for name, module in watched.items():
+            undo.enter_context(module.register_forward_hook(_noting(outputs, name)))
         with FlopMeter(DEFAULT_HARDWARE) as meter, torch.no_grad():
             twin(*inputs, **options)
-    finally:
-        for hook in hooks:
-            hook.remove()
     report = meter.report()
     return FlopCount(
         flops=report.flops,

@@ -52,7 +52,7 @@ def what_if(report: Report, host: Host | None = None) -> WhatIf:
     return WhatIf(speedup, next_boundary(report, host))
 
 
-def next_boundary(report: Report, host: Host | None = None) -> Boundary | None:
+def next_boundary(report: Report, host: Host | None) -> Boundary | None:
     """How many times as much there must be of what bounds the run now, until something else bounds it."""
     low = 1.0
     while low < MOST_TIMES:

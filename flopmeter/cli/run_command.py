@@ -146,7 +146,7 @@ def _launch(options: argparse.Namespace) -> CommandLine:
 
 def _report(runs: Mapping[int, RanAsRank], script: Script, ending: Ending) -> RunReport | None:
     """The report of what ran until the last step, the end or Ctrl-C; None if the script failed."""
-    if ending.error is not None and not isinstance(ending.error, KeyboardInterrupt):
+    if ending.has_failed:
         return None
     try:
         return report_of(runs, script.name)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from flopmeter.as_cuda import emulate_cuda
+from flopmeter.as_cuda import CudaTarget, emulate_cuda
 from flopmeter.device.hardware import load_hardware
-from flopmeter.meter import DEFAULT_HARDWARE, target_of
+from flopmeter.meter import DEFAULT_HARDWARE
 from flopmeter.models import Trainable
 from flopmeter.models.hub_inputs import TargetError
 
@@ -87,9 +87,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 class TrainingStep:
     """Forward, backward, step of the optimizer, whose state is there from the start, as after the first step."""
 
-    def __init__(
-        self, name: str, model: Callable[..., Any], *, optimizer: OptimizerChoice | None = None, compiled: bool = False
-    ):
+    def __init__(self, name: str, model: Callable[..., Any], *, optimizer: OptimizerChoice | None, compiled: bool):
         trained = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
         if not trained:
             raise TargetError(f"{name} has no parameters to train: return an nn.Module that has, or run it untrained")
@@ -126,7 +124,7 @@ def _allowing(settings: dict[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if settings.keys() & {"fused", "capturable"}:
             with contextlib.suppress(RuntimeError):  # a meter is open around this thread, and has added it
-                stack.enter_context(emulate_cuda(target_of(load_hardware(DEFAULT_HARDWARE))))
+                stack.enter_context(emulate_cuda(CudaTarget.of(load_hardware(DEFAULT_HARDWARE))))
         yield
 
 

@@ -7,13 +7,13 @@ of the device.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from flopmeter.compiler.posing import CUDA, META
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.operators import Overloads, Packets
 from flopmeter.torch_names.operators import aten_overloads as aten
 
@@ -21,22 +21,18 @@ _LIFTS = (aten.lift_fresh_copy.default, aten.clone.default)  # between a constan
 _MOVE = Overloads(Packets("prims")).device_put.default
 
 
-def around_create_proxy(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the function that puts a call into Dynamo's graph."""
-
-    @functools.wraps(plain)
-    def create_proxy(tracer: Any, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
-        moved = _MOVED.get(target) if kind == "call_function" and kwargs.get("device") == META else None
-        return plain(tracer, kind, moved or target, args, kwargs, *rest, **more)
-
-    return create_proxy
+@around
+def around_create_proxy(
+    plain: Callable[..., Any], tracer: Any, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
+) -> Any:
+    """The function that puts a call into Dynamo's graph."""
+    moved = _MOVED.get(target) if kind == "call_function" and kwargs.get("device") == META else None
+    return plain(tracer, kind, moved or target, args, kwargs, *rest, **more)
 
 
-def _moved(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def make_and_move(*args: Any, device: torch.device, **kwargs: Any) -> torch.Tensor:
-        return make(*args, **kwargs).to(device)
-
-    return make_and_move
+@around
+def _moved(make: Callable[..., torch.Tensor], *args: Any, device: torch.device, **kwargs: Any) -> torch.Tensor:
+    return make(*args, **kwargs).to(device)
 
 
 _MOVED: dict[Any, Callable[..., torch.Tensor]] = {make: _moved(make) for make in (torch.tensor, torch.as_tensor)}

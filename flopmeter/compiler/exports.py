@@ -4,6 +4,9 @@ Exporting runs nothing: the recorder lets those ops pass. For a package torch wo
 since meta tensors are on no GPU, and nobody would see its calls. What AOTInductor writes for a GPU are inductor's
 kernels of the exported program, so a call of the package is a call of that program through torch.compile. No file is
 written: there would be no code to put into it.
+
+Works around: AOTInductor compiles a program on meta for the CPU, and no dispatch mode sees what its package runs.
+Until: it compiles for a device that is not there.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.export import ExportedProgram
 
 from flopmeter.compiler.hidden import hooks_hidden
-from flopmeter.compiler.posing import replace
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.around import around
 from flopmeter.torch_names.private import AOT_COMPILE, AOTI_COMPILE, AOTI_LOAD
@@ -40,8 +43,9 @@ class Exports:
 
     def __enter__(self) -> Exports:
         """Nothing of inductor is imported, which takes a second, until there is an exported program to compile."""
-        replace(self._undo, ExportedProgram, "__init__", self._when_first_exporting(ExportedProgram.__init__))
-        replace(self._undo, torch.export, "export", _without_hooks(torch.export.export))
+        init = self._when_first_exporting(ExportedProgram.__init__)
+        self._undo.enter_context(mock.patch.object(ExportedProgram, "__init__", init))
+        self._undo.enter_context(mock.patch.object(torch.export, "export", _without_hooks(torch.export.export)))
         if AOTI_COMPILE.loaded:  # there may be exported programs already
             self._install()
         return self
@@ -64,7 +68,7 @@ class Exports:
             (AOT_COMPILE, _refused_off_the_cpu),
         ):
             if hasattr(name.owner, name.attribute):
-                replace(self._undo, name.owner, name.attribute, wrapper(name.value))
+                self._undo.enter_context(name.replaced(wrapper(name.value)))
 
     @around
     def _in_place_of_compile(

@@ -21,20 +21,25 @@ def memory_taken(graph: Any, nodes: Sequence[Any]) -> dict[str, str]:
     taken: dict[str, str] = {}
     with _writing(graph) as wrapper:
         for node in nodes:
-            taken_here = _TakenHere()
-            if not node.is_template():
-                with names.VIRTUALIZED.value.set_kernel_handler(taken_here):
-                    for part in node.get_nodes():
-                        part.decide_inplace_update()
-            taken |= dict(_outside(node, taken_here.inplace_update_buffers))
-            wrapper.freed.update(taken_here.inplace_update_buffers.values())
+            taken_here = {} if node.is_template() else _taken_in(node)
+            taken |= dict(_outside(node, taken_here))
+            wrapper.freed.update(taken_here.values())
             graph.scheduler.completed_operations.update(node.get_operation_names())
     return taken
 
 
+def _taken_in(node: Any) -> dict[str, str]:
+    """The same of one kernel."""
+    told = _Told()
+    with names.VIRTUALIZED.value.set_kernel_handler(told):
+        for part in node.get_nodes():
+            part.decide_inplace_update()
+    return told.inplace_update_buffers
+
+
 def _outside(node: Any, taken: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The part of  about results that leave the kernel, with the buffer that their memory comes from in the end: values
-    inside may hand memory on."""
+    """The part of `taken` about results that leave the kernel, with the buffer that their memory comes from in the end:
+    values inside may hand memory on."""
     inside = {buffer.get_name() for buffer in node.get_outputs() if not is_needed(buffer, node)}
     for result in taken.keys() - inside:
         source: str | None = taken[result]
@@ -44,7 +49,7 @@ def _outside(node: Any, taken: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield result, source
 
 
-class _TakenHere:
+class _Told:
     """Notes what the scheduler says about a kernel that it writes; the arguments' names do not matter here."""
 
     def __init__(self) -> None:

@@ -74,14 +74,15 @@ class KnownInGraph:
             return
         for node, result in zip(self._outputs, results, strict=False):
             tensor = held.get(node)
-            if isinstance(tensor, Tensor) and isinstance(result, Tensor) and tensor is not result:
-                with no_modes():
-                    if result.device.type == "cpu":
-                        if tensor.is_meta:
-                            raise DataDependentError(str(node.target))
-                        result.copy_(tensor)
-                    elif values.values.knows(tensor) and spans_storage(result):
-                        values.set(result, values.values.read(tensor).clone())
+            if not isinstance(tensor, Tensor) or not isinstance(result, Tensor) or tensor is result:
+                continue
+            if result.device.type == "cpu" and tensor.is_meta:
+                raise DataDependentError(str(node.target))
+            with no_modes():
+                if result.device.type == "cpu":
+                    result.copy_(tensor)
+                elif values.values.knows(tensor) and spans_storage(result):
+                    values.set(result, values.values.read(tensor).clone())
 
     def _result(self, node: Node, held: Held, values: KnownValues) -> Any:
         def argument(value: Any) -> Any:

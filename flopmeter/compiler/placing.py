@@ -82,5 +82,11 @@ class GraphBuffers:
         return Placed(name, shape, stride, self._sizes(layout.offset), layout.dtype, _device(layout.device))
 
 
+def has_memory(buffer: Any) -> bool:
+    """Whether it is memory of its own, not a name for what was written to another buffer."""
+    layout, ir = buffer.get_output_spec(), names.IR.owner
+    return isinstance(layout, ir.Layout) and not isinstance(layout, ir.MutationLayoutSHOULDREMOVE)
+
+
 def _device(device: torch.device) -> str:
     return "meta" if device.type == "cuda" else device.type

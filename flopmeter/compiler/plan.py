@@ -3,7 +3,7 @@ and those that are freed after them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 from flopmeter.compiler import flex
 from flopmeter.compiler.instructions import instructions
 from flopmeter.compiler.known import KnownInGraph, makers_of_lengths
+from flopmeter.compiler.library_calls import UNREAD, LibraryCalls, runs_graphs
 from flopmeter.compiler.loops import is_inner, reads_again
 from flopmeter.compiler.lowering import Lowered
 from flopmeter.compiler.origins import (
@@ -22,28 +23,23 @@ from flopmeter.compiler.origins import (
     origin_without_node,
     origins_of,
     own_node,
-    returned_arguments,
     uncounted_origin,
 )
-from flopmeter.compiler.placing import GraphBuffers, Placed
+from flopmeter.compiler.placing import GraphBuffers, Placed, has_memory
 from flopmeter.compiler.regions import Bytes, Regions, Sizes, is_needed
 from flopmeter.compiler.triton_launches import launch_of
 from flopmeter.costs.fused import name_of
 from flopmeter.known_values import DataDependentError
-from flopmeter.records import ELEMENTWISE, Call, CompiledKernel, Origin, Region, TensorSpec
+from flopmeter.records import Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.operators import aten_overloads
 from flopmeter.torch_names.own_operators import own_overloads
 from flopmeter.torch_names.private import no_dispatch_modes
-from flopmeter.trace.process_groups import with_groups
 from flopmeter.trace.recorder import Recorder
 
 compiled_kernel = own_overloads.compiled_kernel.default
 """The op that stands for a kernel that inductor wrote; `kernel` holds a CompiledKernel."""
-
-UNREAD = "unread"  # ends the names of buffers that inductor has not, of results that nobody reads
-CONVOLVED = 2  # tensors that a convolution takes before its bias
 
 
 class Constant(NamedTuple):
@@ -122,20 +118,7 @@ class _Planner:
         self._buffers = GraphBuffers(self._graph, sizes)
         self._regions = Regions(self._graph, sizes, self._buffers.base)
         self._allocated = {*self._graph.graph_input_names, *self._graph.constants}
-        extern = (node.node for node in lowered.nodes if isinstance(node, names.EXTERN_NODE.value))
-        nodes = {own_node(operation): operation for operation in extern}
-        self._called = nodes.keys() - {None}  # the FX nodes of library calls
-        self._without_bias = {  # convolutions that inductor calls without the bias: by node, the buffer of the result
-            fx: operation.get_name()
-            for fx, operation in nodes.items()
-            if fx is not None and _adds_bias(fx) and len(self._tensors_of(operation)) == CONVOLVED
-        }
-        self._calls: dict[Any, Call] = {}
-        self._biased: set[Any] = set()  # those whose bias a kernel has added
-        self._parts: dict[str, list[Any]] = {}  # of an op with several results: the nodes that stand for them
-        for node in lowered.nodes:
-            if isinstance(node.node, self._ir.MultiOutput):
-                self._parts.setdefault(self._source_of(node.node), []).append(node.node)
+        self._libraries = LibraryCalls(lowered.nodes, sizes, self._buffers)
 
     def plan(self) -> Plan:
         steps = tuple(map(self._step, self._lowered.nodes))
@@ -157,7 +140,7 @@ class _Planner:
         is_free = isinstance(node, names.NOP_NODE.value) or isinstance(
             node.node, (self._ir.MultiOutput, self._ir.TMADescriptor)
         )
-        is_loop = isinstance(node, names.EXTERN_NODE.value) and self._runs_graphs(node.node)
+        is_loop = isinstance(node, names.EXTERN_NODE.value) and runs_graphs(node.node)
         if is_free or (_is_host(node) and not is_loop):  # a loop's counter is on the host
             return PlanStep(made, None, (), None, frees)
         fx = flex.flex_node(node.get_template_node()) if node.is_template() else None
@@ -172,23 +155,10 @@ class _Planner:
             depends = fx if fx is not None and makers_of_lengths(fx) else None
         else:
             kind: KernelKind = "template" if node.is_template() else "triton"
-            origins = origins_of(node.get_nodes(), self._sizes, self._is_backward, self._called)
-            call, buffers, kernel = self._written(node, kind, (*self._biases(node), *origins))
+            origins = origins_of(node.get_nodes(), self._sizes, self._is_backward, self._libraries.nodes)
+            biases = self._libraries.biases(node, is_backward=self._is_backward)
+            call, buffers, kernel = self._written(node, kind, (*biases, *origins))
         return PlanStep(made, call, buffers, kernel, frees, depends)
-
-    def _biases(self, node: Any) -> Iterator[Origin]:
-        """The biases of convolutions that the kernel adds, each once, however many kernels compute it again."""
-        for part in node.get_nodes():
-            read = {each.name for each in part.read_writes.reads}
-            for fx, result in self._without_bias.items():
-                if result in read and fx not in self._biased:
-                    self._biased.add(fx)
-                    whole = origin_of(fx, None, is_backward=self._is_backward)
-                    flops = tuple(each for each in whole.flops_by_class if each[0] == ELEMENTWISE)
-                    yield whole._replace(op_class=ELEMENTWISE, flops_by_class=flops, transcendentals=0)
-
-    def _tensors_of(self, kernel: Any) -> list[Any]:
-        return [each for each in _flat(kernel.inputs) if isinstance(each, self._ir.IRNode) and _is_tensor(each)]
 
     def _written(self, node: Any, kind: KernelKind, origins: tuple[Origin, ...]) -> KernelCall:
         """A kernel that inductor writes: what it reads and writes, and its origins."""
@@ -271,103 +241,19 @@ class _Planner:
         if isinstance(node.node, self._ir.DeviceCopy):
             op, fx = aten_overloads._to_copy.default, None
         if op is not None:
-            call, buffers = self._call_without_node(node.node, op)
+            call, buffers = self._libraries.call_without_node(node.node, op)
             origin = origin_without_node(call)
         elif fx is None or fx.target.namespace == "prims":  # an op of inductor's own
-            origins = (
-                () if self._runs_graphs(node.node) else origins_of(node.get_nodes(), self._sizes, self._is_backward)
-            )
+            origins = () if runs_graphs(node.node) else origins_of(node.get_nodes(), self._sizes, self._is_backward)
             origins = origins or (uncounted_origin(node.node),)
             return self._written(node, "library", origins)
         else:
-            call, buffers = self._call(node.node, fx)
+            call, buffers = self._libraries.call(node.node, fx)
             call = self._recorder.with_implementation(call)
             origin = origin_of(fx, call, is_backward=self._is_backward)
         reads, writes = map(_in_full, (call.inputs, call.outputs))
         nbytes = self._lowered.bytes_of[node]
         return call, buffers, CompiledKernel(call.name, "library", reads, writes, (origin,), nbytes)
-
-    def _runs_graphs(self, operation: Any) -> bool:
-        """Whether it is control flow (torch.cond, while_loop): what its graphs compute is not known here."""
-        return any(isinstance(each, self._ir.Subgraph) for each in _flat(vars(operation)))
-
-    def _call(self, kernel: Any, fx: Any) -> tuple[Call, tuple[str, ...]]:
-        """The call of a library's op, with its tensors laid out as by inductor."""
-        numbers: dict[str, int] = {}
-        ours = iter(self._tensors_of(kernel))
-        inputs: list[TensorSpec] = []
-
-        def argument(value: Any) -> Any:
-            if isinstance(value, torch.fx.Node):
-                held = value.meta.get("val")
-                if not isinstance(held, torch.Tensor):
-                    return self._sizes(held) if isinstance(held, (torch.SymInt, int)) else held
-                placed, ir = self._buffers.like(held, f"{kernel.get_name()}.{len(inputs)}"), next(ours, None)
-                laid = None if ir is None else self._buffers.laid(ir)
-                if laid is not None and prod(laid.shape) == prod(placed.shape):
-                    placed = laid
-                inputs.append(placed.spec(numbers))
-                return inputs[-1]
-            if isinstance(value, (list, tuple)):
-                return tuple(map(argument, value))
-            return self._sizes(value) if isinstance(value, torch.SymInt) else value
-
-        given = fx.args
-        if fx in self._without_bias:
-            given = (*given[:CONVOLVED], None, *given[CONVOLVED + 1 :])
-        args = with_groups(fx.target, tuple(map(argument, given)))
-        kwargs = {name: argument(value) for name, value in fx.kwargs.items()}
-        outputs = tuple(_returned(fx.target, args, kwargs))
-        outputs = outputs or tuple(placed.spec(numbers) for placed in self._results(kernel, fx))
-        # Equal calls, such as those of equal layers, are one, which is priced once.
-        key = (fx.target, args, tuple(kwargs.items()), tuple(inputs), outputs)
-        call = self._calls.setdefault(key, Call(fx.target, args, kwargs, tuple(inputs), outputs))
-        return call, tuple(numbers)
-
-    def _call_without_node(self, kernel: Any, op: Any) -> tuple[Call, tuple[str, ...]]:
-        """The call of a library's op, made from what inductor passes: tensors and constants, each in the op's order."""
-        numbers: dict[str, int] = {}
-        tensors, named, constants = iter(self._tensors_of(kernel)), kernel.kwargs, iter(kernel.constant_args)
-        if isinstance(kernel, self._ir.DeviceCopy):
-            named = {"non_blocking": next(constants)}
-        inputs: list[TensorSpec] = []
-
-        def argument(parameter: Any) -> Any:
-            if not isinstance(parameter.type, torch.TensorType):
-                return named.get(parameter.name, next(constants, parameter.default_value))
-            ir = next(tensors)
-            laid = self._buffers.of(ir)
-            inputs.append(laid.spec(numbers))
-            return inputs[-1]
-
-        args = tuple(map(argument, op._schema.arguments))
-        results = self._parts.get(kernel.get_name()) or [kernel]  # an op with several results has each in a buffer
-        made = (self._buffers.of(each) for each in results if _has_memory(each, self._ir))
-        outputs = tuple(_returned(op, args, {})) or tuple(placed.spec(numbers) for placed in made)
-        return Call(op, args, {}, tuple(inputs), outputs), tuple(numbers)
-
-    def _results(self, kernel: Any, fx: Any) -> Iterator[Placed]:
-        """What the op returns, unread results included, each where it lies: it may be a part of a larger buffer."""
-        parts = {_place(part, self._ir): part for part in self._parts.get(kernel.get_name(), [])}
-        if not parts and _has_memory(kernel, self._ir):
-            yield self._buffers.of(kernel)
-            return
-        returned = dict(_tensors_in(fx.meta.get("val")))
-        if not parts.keys() <= returned.keys():  # inductor returns them in a form of its own
-            yield from map(self._buffers.of, parts.values())
-            return
-        for place, value in returned.items():
-            if place in parts:
-                yield self._buffers.of(parts[place])
-            elif not fx.target._schema.is_mutable:
-                yield self._buffers.like(value, ".".join((kernel.get_name(), *map(str, place), UNREAD)))
-
-    def _unread(self, node: Any) -> Iterator[Placed]:
-        """The results of a library's op that nobody reads, where others are read: they are there while it runs."""
-        fx = own_node(node.node) if _name_of(node) in self._parts else None
-        for placed in self._results(node.node, fx) if fx is not None else ():
-            if placed.buffer.endswith(UNREAD) and placed.device == "meta":
-                yield placed
 
     def _made(self, node: Any) -> Made:
         sources, placed = self._lowered.memory_taken, tuple(self._new_buffers(node))
@@ -383,14 +269,14 @@ class _Planner:
         made = [
             buffer.node
             for buffer in node.get_outputs()
-            if _has_memory(buffer.node, self._ir) and (not is_loops or is_needed(buffer, node))
+            if has_memory(buffer.node) and (not is_loops or is_needed(buffer, node))
         ]
-        for buffer in (*made, *self._parts.get(node.get_name() and _name_of(node), ())):
+        for buffer in (*made, *self._libraries.parts_of(node.node)):
             base = self._buffers.base(buffer.get_name())
             if base not in self._allocated:
                 self._allocated.add(base)
                 yield self._buffers.whole(base)
-        yield from self._unread(node)
+        yield from self._libraries.unread(node.node)
 
     def _output(self, ir: Any) -> Placed | str | Constant:
         if isinstance(ir, self._ir.ShapeAsConstantBuffer):
@@ -399,37 +285,6 @@ class _Planner:
             return Constant(None)
         is_input = ir.get_name() in self._graph.graph_inputs
         return self._buffers.laid(ir) or (ir.get_name() if is_input else Constant(ir.value))
-
-    def _source_of(self, part: Any) -> str:
-        """The name of the op that made a result, or a result in a list of results."""
-        while isinstance(part, self._ir.MultiOutput):
-            part = part.inputs[0]
-        return part.get_name()
-
-
-def _tensors_in(value: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """The tensors in what an op returns, each with its place in lists of lists."""
-    if isinstance(value, torch.Tensor):
-        yield place, value
-    elif isinstance(value, (list, tuple)):
-        for number, each in enumerate(value):
-            yield from _tensors_in(each, (*place, number))
-
-
-def _place(part: Any, ir: Any) -> tuple[int, ...]:
-    """The place of a result of inductor's in what the op returns."""
-    source = part.inputs[0]
-    before = _place(source, ir) if isinstance(source, ir.MultiOutput) else ()
-    return (*before, *(number for _, number in part.indices))
-
-
-def _returned(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[TensorSpec]:
-    """The arguments that an op writes into and returns."""
-    written = returned_arguments(op)
-    for number, argument in enumerate(op._schema.arguments):
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
-        if argument.name in written and isinstance(value, TensorSpec):
-            yield value
 
 
 def _in_full(specs: Iterable[TensorSpec]) -> tuple[Region, ...]:
@@ -445,31 +300,6 @@ def _is_symbolic(value: Any) -> bool:
     return isinstance(value, torch.SymInt) or hasattr(value, "free_symbols")
 
 
-def _adds_bias(fx: Any) -> bool:
-    return fx.target is torch.ops.aten.convolution.default and fx.args[CONVOLVED] is not None
-
-
-def _name_of(node: Any) -> str:
-    return getattr(node.node, "name", None) or ""  # a launch of the program's own kernel has none
-
-
-def _has_memory(buffer: Any, ir: Any) -> bool:
-    layout = buffer.get_output_spec()
-    return isinstance(layout, ir.Layout) and not isinstance(layout, ir.MutationLayoutSHOULDREMOVE)
-
-
-def _is_tensor(each: Any) -> bool:
-    return not hasattr(each, "expr") and getattr(each, "get_size", None) is not None
-
-
 def _is_host(node: Any) -> bool:
     device = node.get_device()
     return device is not None and device.type == "cpu"
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    for value in values.values() if isinstance(values, Mapping) else values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value

@@ -3,6 +3,9 @@
 A fake tensor tells Python that it is on `cuda:0`, so that inductor compiles for a GPU, while C++ takes it for a meta
 tensor: autograd finds a queue for its backward pass, indexing finds a device guard, and the emulation in `as_cuda`
 dispatches what CUDA would. The stand-ins hold for the thread that poses, and are removed when it stops.
+
+Works around: inductor asks a driver about the device, and takes tensors on meta for ones on the CPU.
+Until: it compiles for a device that is described to it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -21,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from flopmeter.device.sm_limits import SM_REGISTERS, WARP_THREADS, sm_limits
 from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.around import around
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 
@@ -51,7 +56,7 @@ def posing(device: PosedDevice) -> Iterator[None]:
         return
     with ExitStack() as undo:
         for owner, attribute, stand_in in _stand_ins(device):
-            replace(undo, owner, attribute, stand_in)
+            undo.enter_context(mock.patch.object(owner, attribute, stand_in))
         undo.callback(setattr, _posing, "device", None)
         _posing.device = device
         _forget_devices()
@@ -64,22 +69,6 @@ def _forget_devices() -> None:
     for function in vars(names.DEVICE_CACHES.value).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
-
-
-_ABSENT = object()
-
-
-def replace(undo: ExitStack, owner: Any, attribute: str, value: Any) -> None:
-    """Replaces the attribute until `undo` is closed."""
-    undo.callback(_restore, owner, attribute, vars(owner).get(attribute, _ABSENT))
-    setattr(owner, attribute, value)
-
-
-def _restore(owner: Any, attribute: str, before: Any) -> None:
-    if before is _ABSENT:
-        delattr(owner, attribute)
-    else:
-        setattr(owner, attribute, before)
 
 
 def _here(stand_in: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,14 +138,13 @@ def _posing_tensors() -> Iterator[Replacement]:
     yield FakeTensor, "is_cuda", property(lambda tensor: tensor.device.type == "cuda")
 
 
-def _never_on_meta(new: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _never_on_meta(
+    new: Callable[..., Any], cls: type, mode: Any, elem: Any, device: torch.device, *args: Any, **options: Any
+) -> Any:
     """Puts tensors that C++ makes for a posing tensor, such as the numbers of `where(mask, 1.0, 0.0)`, on the device of
     that tensor."""
-
-    def make(cls: type, mode: Any, elem: Any, device: torch.device, *args: Any, **options: Any) -> Any:
-        return new(cls, mode, elem, CUDA if device == META else device, *args, **options)
-
-    return make
+    return new(cls, mode, elem, CUDA if device == META else device, *args, **options)
 
 
 class _MadeOnCpu(TorchDispatchMode):
@@ -171,12 +159,10 @@ def _cpu_for_cuda(device: torch.device) -> torch.device:
     return torch.device("cpu") if device == CUDA else device
 
 
-def _on_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def deduce(*args: Any) -> Any:
-        with _MadeOnCpu():  # type: ignore[no-untyped-call]
-            return plain(*args)
-
-    return deduce
+@around
+def _on_cpu(deduce: Callable[..., Any], *args: Any) -> Any:
+    with _MadeOnCpu():  # type: ignore[no-untyped-call]
+        return deduce(*args)
 
 
 _make_subclass = torch.Tensor._make_subclass

@@ -2,6 +2,9 @@
 
 A session stands between Dynamo and inductor while the meter is open. All that it changes in torch is put back when it
 closes, and what was compiled in it is forgotten, since it belongs to the meter.
+
+Works around: inductor goes on to compile its kernels for a device that has to be there, and says of no call which ran.
+Until: torch can be asked for the kernels of a graph, and tells a listener of each call.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import CodeType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.fx import GraphModule
@@ -28,7 +32,7 @@ from flopmeter.compiler.hidden import hooks_hidden, ignore_warning
 from flopmeter.compiler.lowering import copied, inline_regions, lower
 from flopmeter.compiler.outermost import OutermostCalls
 from flopmeter.compiler.pace import undisturbed
-from flopmeter.compiler.posing import PosedDevice, posing, replace, unpose
+from flopmeter.compiler.posing import PosedDevice, posing, unpose
 from flopmeter.compiler.replay import Owner, Replay, name_of
 from flopmeter.records import CompiledGraph, GraphBreak
 from flopmeter.records.compiled import GraphPass
@@ -44,6 +48,17 @@ AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization
 MICRO_PIPELINE = "_micro_pipeline_tp"  # asynchronous tensor parallelism
 OVERLAP_SCHEDULING = "aten_distributed_optimizations.enable_overlap_scheduling"
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
+_OF_COLLECTIVES = {
+    MICRO_PIPELINE: (
+        "collectives and products of a compiled graph are counted one after another; in parts that overlap they would"
+        " take less"
+    ),
+    OVERLAP_SCHEDULING: (
+        "inductor would time products on the GPU, order collectives by them and put some together; without one, they"
+        " stay as the graph has them"
+    ),
+}
+"""Settings that are turned off, and what that means."""
 
 # torch warns of hooks on all modules. They are the meter's, which a compiled call does not see (hooks_hidden).
 _WARNING_OF_HOOKS = r"(?s).*Using `torch.compile\(module\)` when there are global hooks"
@@ -83,8 +98,8 @@ class Session:
         self._breaks = Breaks(lambda: self._is_here)
         self._answers = GpuAnswers(device, lambda: self._is_here)
         self._reason: str | None = None  # of the compilation that runs
-        self._is_micro_pipelined = self._is_overlap_scheduled = self._has_regions = False
-        self._not_measured: dict[str, None] = {}  # settings by which inductor would measure on the device
+        self._asked: dict[str, None] = {}  # settings that need a device, which the program wants
+        self._has_regions = False
         self._regions = 0
         self._region: int | None = None  # of a graph that runs eagerly now, for the rules to fuse
         self._depth = 0  # compiled calls inside compiled calls
@@ -99,9 +114,9 @@ class Session:
         if self._outermost:
             self._install()
         else:
-            self._patch(torch, "compile", self._when_first_compiling(torch.compile))
+            self._undo.enter_context(mock.patch.object(torch, "compile", self._when_first_compiling(torch.compile)))
             if names.AROUND_CALL.loaded:  # functions may be compiled already
-                self._patch_name(names.AROUND_CALL, self._when_first_called)
+                self._undo.enter_context(names.AROUND_CALL.replaced(self._when_first_called(names.AROUND_CALL.value)))
         if self._outermost:
             self._undo.enter_context(self._outermost)
         return self
@@ -121,21 +136,12 @@ class Session:
             )
         for failure in self._compilation.failures:
             yield f"not compiled, so fused by the rules: {failure}"
-        if self._not_measured:
+        if measures := [name for name in self._asked if name in MEASURES]:
             yield (
-                f"{', '.join(self._not_measured)}: inductor would time kernels on the GPU and take the fastest; without"
-                " one, matmuls are the library's"
+                f"{', '.join(measures)}: inductor would time kernels on the GPU and take the fastest; without one,"
+                " matmuls are the library's"
             )
-        if self._is_micro_pipelined:
-            yield (
-                f"{MICRO_PIPELINE}: collectives and products of a compiled graph are counted one after another; in"
-                " parts that overlap they would take less"
-            )
-        if self._is_overlap_scheduled:
-            yield (
-                f"{OVERLAP_SCHEDULING}: inductor would time products on the GPU, order collectives by them and put"
-                " some together; without one, they stay as the graph has them"
-            )
+        yield from (f"{name}: {what}" for name, what in _OF_COLLECTIVES.items() if name in self._asked)
         if self._has_regions:
             yield "nested_compile_region: compiled as a part of the graph around it, into which its kernels may fuse"
         uncounted = {name for graph in self._compilation.graphs for name in graph.uncounted}
@@ -154,12 +160,6 @@ class Session:
         self._install()
         return names.AROUND_CALL.value(*args)  # by now another one
 
-    def _patch(self, owner: Any, attribute: str, value: Any) -> None:
-        replace(self._undo, owner, attribute, value)
-
-    def _patch_name(self, name: Any, wrapper: Callable[[Any], Any]) -> None:
-        self._patch(name.parent, name.attribute.rpartition(".")[2], wrapper(name.value))
-
     def _install(self) -> None:
         if self._is_installed:
             return
@@ -172,7 +172,7 @@ class Session:
             self._run_eagerly()
             return
         for name, wrapper in (*self._wrappers(), *self._answers.wrappers(), *self._frames.wrappers(), *pace.wrappers()):
-            self._patch_name(name, wrapper)
+            self._undo.enter_context(name.replaced(wrapper(name.value)))
         self._keep_compiler_state()
         self._undo.enter_context(composites_differentiate())
         self._undo.callback(self._hidden.close)
@@ -193,10 +193,10 @@ class Session:
         for name in (names.INPUT_CODES, names.OUTPUT_CODES):
             _forget_codes(name.value)
             codes[name] = names.TRACKER.value()
-            self._patch(name.owner, name.attribute, codes[name])
+            self._undo.enter_context(name.replaced(codes[name]))
         counters = names.COUNTERS.value
         before = {key: Counter(count) for key, count in counters.items()}
-        self._patch(names.DYNAMIC_STATE.owner, names.DYNAMIC_STATE.attribute, None)
+        self._undo.enter_context(names.DYNAMIC_STATE.replaced(None))
 
         def restore() -> None:
             for tracker in codes.values():
@@ -247,9 +247,7 @@ class Session:
     def _settings(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Inductor's settings without what needs a device. Notes for the report what the program has asked for."""
         set_now = functools.partial(_setting, names.INDUCTOR_CONFIG.owner, asked)
-        self._not_measured |= dict.fromkeys(filter(set_now, MEASURES))
-        self._is_micro_pipelined |= bool(set_now(MICRO_PIPELINE))
-        self._is_overlap_scheduled |= bool(set_now(OVERLAP_SCHEDULING))
+        self._asked |= dict.fromkeys(filter(set_now, (*MEASURES, *_OF_COLLECTIVES)))
         # The ops of micro-pipelining need symmetric memory to be lowered into kernels.
         off = (*MEASURES, MICRO_PIPELINE, *filter(set_now, (OVERLAP_SCHEDULING,)))  # not every torch has the last
         return {**asked, **WITHOUT_DEVICE, **dict.fromkeys(off, False)}

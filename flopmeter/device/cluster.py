@@ -31,6 +31,7 @@ from flopmeter.device.nccl import (
     preferred,
     ways,
 )
+from flopmeter.device.profile_parts import count
 from flopmeter.device.schema import (
     HardwareError,
     SchemaRecord,
@@ -40,7 +41,6 @@ from flopmeter.device.schema import (
     record,
     text,
     tuple_of,
-    whole_number,
 )
 from flopmeter.records import Collective
 from flopmeter.records.collectives import Algorithm
@@ -58,7 +58,6 @@ ASSUMED_GPUS_PER_NODE = 8
 _rate = number("a number over 0 and at most 1e5", above=0, most=1e5)
 _share = number("a number over 0 and at most 1", above=0, most=1)
 _microseconds = number("a number of microseconds from 0 to 1e6", least=0, most=1e6)
-_count = whole_number(1, 1_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ class Block(SchemaRecord):
     achieved: the share of the link's rate that a group within one block reaches.
     """
 
-    gpus: int = field(metadata=by(_count))
+    gpus: int = field(metadata=by(count))
     achieved: float = field(metadata=by(_share))
 
 
@@ -95,7 +94,7 @@ class Link(SchemaRecord):
     blocks: tuple[Block, ...] = field(default=(), metadata=by(tuple_of(record(Block))))
     ll_share: float = field(default=ESTIMATED_LL_SHARE, metadata=by(_share))
     in_switch: float | None = field(default=None, metadata=by(_share))
-    peers: int | None = field(default=None, metadata=by(_count))
+    peers: int | None = field(default=None, metadata=by(count))
     added_latency_us: float = field(default=0.0, metadata=by(_microseconds))
     source: str = field(metadata=by(text))
 
@@ -139,8 +138,8 @@ class Cluster(SchemaRecord):
     name: str = field(metadata=by(text))
     title: str = field(metadata=by(text))
     devices: tuple[str, ...] = field(default=(), metadata=by(tuple_of(text)))
-    nodes: int | None = field(default=None, metadata=by(_count))
-    gpus_per_node: int = field(metadata=by(_count))
+    nodes: int | None = field(default=None, metadata=by(count))
+    gpus_per_node: int = field(metadata=by(count))
     start_us: float = field(default=ASSUMED_START_US, metadata=by(_microseconds))
     intra: Link = field(metadata=by(record(Link)))
     inter: Link | None = field(default=None, metadata=by(record(Link)))

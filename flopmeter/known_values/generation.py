@@ -22,7 +22,7 @@ from torch import Tensor
 from flopmeter.known_values.replay import Knowledge
 from flopmeter.known_values.values import no_modes
 from flopmeter.torch_names.imported import entered_once_imported
-from flopmeter.torch_names.private import EARLY_STOP, FINISHED_BEAMS, PrivateName
+from flopmeter.torch_names.private import EARLY_STOP, FINISHED_BEAMS
 
 RULE = "generation: no sequence ends before max_new_tokens"
 _MODULE = "transformers.generation.stopping_criteria"
@@ -75,7 +75,7 @@ def _beams_go_on(known: Knowledge) -> Iterator[None]:
             _assume(known, beams, 0 if is_end else -1, "beam search")  # the beam of each token; -1 where there is none
         return sequences, scores, beams, finished
 
-    with _replaced(EARLY_STOP, staticmethod(checked)), _replaced(FINISHED_BEAMS, updated):
+    with EARLY_STOP.replaced(staticmethod(checked)), FINISHED_BEAMS.replaced(updated):
         yield
 
 
@@ -85,7 +85,3 @@ def _assume(known: Knowledge, tensor: Any, value: int, asker: str, even_if_known
         with no_modes():
             known.set_all(tensor, value)
         known.assume.note(RULE, asker)
-
-
-def _replaced(name: PrivateName, value: Any) -> Any:
-    return mock.patch.object(name.parent, name.attribute.rpartition(".")[2], value)

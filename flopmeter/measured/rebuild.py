@@ -255,9 +255,6 @@ def _tensor(dtype: torch.dtype, dims: Any, strides: Any) -> Tensor:
     try:
         if strides is None:
             return torch.empty(dims, dtype=dtype, device=_META)
-        if 0 in strides and 0 not in dims:  # repeated: torch has none such of its own
-            span = 1 + sum((size - 1) * step for size, step in zip(dims, strides, strict=True))
-            return torch.empty(span, dtype=dtype, device=_META).as_strided(dims, strides)
         return torch.empty_strided(dims, strides, dtype=dtype, device=_META)
     except (RuntimeError, TypeError, ValueError):
         raise _Mismatch from None

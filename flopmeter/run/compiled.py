@@ -65,7 +65,7 @@ def jit(named: NamedCuda, note: Callable[[str], None], aside: Callable[..., Call
     """What TorchScript makes of a model on the GPU. TensorBoard asks for a trace, too."""
     for switch in PROFILING_SWITCHES:
         if switch.present():
-            yield Patch(switch.owner, switch.attribute, _kept_on(switch.value, note), "its fuser knows no meta tensors")
+            yield Patch(switch.owner, switch.attribute, _kept_on(note, switch.value), "its fuser knows no meta tensors")
     yield Patch(torch.jit, "load", _loaded(named, torch.jit.load), "takes the device named cuda")
     annotations: Any = importlib.import_module("torch.jit.annotations")
     to_type = _of_torchs_own(annotations.try_ann_to_type)
@@ -98,15 +98,12 @@ def _loaded(
     return module.to(map_location)
 
 
-def _kept_on(switch: Callable[[bool], bool], note: Callable[[str], None]) -> Callable[[bool], bool]:
+@around
+def _kept_on(note: Callable[[str], None], switch: Callable[[bool], bool], is_on: bool) -> bool:
     """Keeps TorchScript's older executor from fusing, which knows no meta tensors ("Unknown device for ...")."""
-
-    def switched(is_on: bool) -> bool:
-        if not is_on:
-            note("TorchScript's older executor is left out: ops of scripted functions are counted one by one, unfused")
-        return switch(True)
-
-    return switched
+    if not is_on:
+        note("TorchScript's older executor is left out: ops of scripted functions are counted one by one, unfused")
+    return switch(True)
 
 
 @around
@@ -163,7 +160,7 @@ class Tracing:
         why = "compilers know torch's own functions alone"
         scripting = Patch(torch.jit, "script", scripting_inside(around, torch.jit.script), why)
         return [scripting] + [
-            Patch(name.parent, name.attribute.rpartition(".")[2], made_inside(around, name.value), why)
+            Patch(name.parent, name.own_name, made_inside(around, name.value), why)
             for name in (names.RULES, names.HANDLERS)
             if name.present()
         ]

@@ -160,7 +160,7 @@ class NamedCuda:
         """A number in place of the address, which is 0 on meta: equal where two tensors begin at the same element. A
         DTensor, which only wraps tensors, has none on a GPU either: by that copy.deepcopy knows what to clone."""
 
-        def data_ptr(tensor: Tensor) -> int:
+        def data_ptr(tensor: Tensor) -> int:  # not @around: it looks at the frame of its caller
             if not self.holds(tensor) or asked_from_below() or is_wrapper(tensor):
                 return original(tensor)
             return address(tensor) * _APART + int(tensor.storage_offset()) * tensor.element_size()
@@ -257,13 +257,11 @@ class NamedCuda:
 
         return staticmethod(made)
 
-    def _clone(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def clone(storage: torch.UntypedStorage) -> Any:
-            if storage.device != META or self.true_meta.has_storage(storage):
-                return original(storage)
-            return torch.UntypedStorage(storage.nbytes(), device=META).copy_(storage)
-
-        return clone
+    @around
+    def _clone(self, original: Callable[..., Any], storage: torch.UntypedStorage) -> Any:
+        if storage.device != META or self.true_meta.has_storage(storage):
+            return original(storage)
+        return torch.UntypedStorage(storage.nbytes(), device=META).copy_(storage)
 
     def _wrapping(self) -> Any:
         """A subclass that wraps tensors is given the device that they tell. Autograd would ask a true CUDA tensor for
@@ -279,14 +277,14 @@ class NamedCuda:
 
         return staticmethod(wrapping)
 
-    def _default_device(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def torch_function(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            if mode.device.type == "cuda" and func in device_constructors() and kwargs.get("device") is None:
-                return func(*args, **{**kwargs, "device": self.real(mode.device)})
-            return original(mode, func, types, args, kwargs)
-
-        return torch_function
+    @around
+    def _default_device(
+        self, original: Callable[..., Any], mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if mode.device.type == "cuda" and func in device_constructors() and kwargs.get("device") is None:
+            return func(*args, **{**kwargs, "device": self.real(mode.device)})
+        return original(mode, func, types, args, kwargs)
 
     @around
     def _to(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ def compare_devices(
     wishes: Wishes,
     variables: Mapping[str, str],
     dollars_per_hour: Mapping[str, float],
-    progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+    progress: Callable[[Sequence[Any]], Iterable[Any]],
 ) -> Comparison:
     """The steady step of a script on each device. What the script writes is shown for the first one.
 

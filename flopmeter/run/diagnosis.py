@@ -24,7 +24,7 @@ from flopmeter.run.synthetic import is_absent
 from flopmeter.trace.mixed_devices import MixedDevicesError
 
 
-def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> str:
+def what_to_do(script: Script, ending: Ending, guessed: Sequence[str]) -> str:
     """One line about a script that ended in an error: what it means here, and what can be done. `guessed`: the lines
     that read values for which flopmeter stood in."""
     error, head = _telling(ending.error), f"{script.name} ended with {type(ending.error).__name__}"

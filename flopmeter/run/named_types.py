@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flopmeter.run.patches import Patch
+from flopmeter.torch_names.around import around
 
 META = torch.device("meta")
 _true_generator: Any = torch.Generator
@@ -114,28 +115,24 @@ class DefaultType:
         yield Patch(torch, "set_default_tensor_type", self._set(torch.set_default_tensor_type), why)
         yield Patch(Tensor, "__new__", self._new(Tensor.__new__), why)
 
-    def _set(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        def set_default_tensor_type(kind: Any) -> None:
-            if isinstance(kind, str) and kind.startswith("torch.cuda."):
-                kind = getattr(torch.cuda, kind.removeprefix("torch.cuda."))
-            self._is_named = isinstance(kind, LegacyType)
-            torch.set_default_device("cuda" if self._is_named else None)
-            if self._is_named:
-                torch.set_default_dtype(kind.dtype)
-            else:
-                original(kind)
+    @around
+    def _set(self, original: Callable[[Any], None], kind: Any) -> None:
+        if isinstance(kind, str) and kind.startswith("torch.cuda."):
+            kind = getattr(torch.cuda, kind.removeprefix("torch.cuda."))
+        self._is_named = isinstance(kind, LegacyType)
+        torch.set_default_device("cuda" if self._is_named else None)
+        if self._is_named:
+            torch.set_default_dtype(kind.dtype)
+        else:
+            original(kind)
 
-        return set_default_tensor_type
-
-    def _new(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_named or cls is not Tensor or kwargs:
-                return original(cls, *args, **kwargs)
-            if all(isinstance(arg, int) for arg in args):
-                return torch.empty(args or (0,), device=META)
-            return original(cls, *args).to(META)
-
-        return new
+    @around
+    def _new(self, original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_named or cls is not Tensor or kwargs:
+            return original(cls, *args, **kwargs)
+        if all(isinstance(arg, int) for arg in args):
+            return torch.empty(args or (0,), device=META)
+        return original(cls, *args).to(META)
 
 
 class CudaDevice:

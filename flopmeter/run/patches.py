@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -24,7 +24,7 @@ def applied(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
     undoing: list[Patch] = []
     with ExitStack() as undo:
         for patch in patches:
-            undoing.append(Patch(patch.owner, patch.name, vars(patch.owner).get(patch.name, _ABSENT), patch.reason))
+            undoing.append(replace(patch, value=_own(patch)))
             undo.callback(_put, undoing[-1])
             _put(patch)
         yield undoing
@@ -35,14 +35,18 @@ def hidden(undoing: list[Patch]) -> Iterator[None]:
     """In this context everything that `applied` has replaced is as it was. Contexts may be nested."""
     with ExitStack() as redo:
         for patch in reversed(undoing):
-            now = vars(patch.owner).get(patch.name, _ABSENT)
+            now = _own(patch)
             if now is not patch.value:
-                redo.callback(_put, Patch(patch.owner, patch.name, now, patch.reason))
+                redo.callback(_put, replace(patch, value=now))
                 _put(patch)
         yield
 
 
 _ABSENT = object()  # the owner had no attribute of its own
+
+
+def _own(patch: Patch) -> Any:
+    return vars(patch.owner).get(patch.name, _ABSENT)
 
 
 def _put(patch: Patch) -> None:

@@ -65,16 +65,14 @@ def run_as_ranks(
             session.note_switches()
         return RanAsRank(session, ending)
 
-    return run_ranks([0], run_rank, grows=True, peers=_peers, most=MOST_RANKS, is_failed=_is_failed)
+    return run_ranks(
+        [0], run_rank, grows=True, peers=_peers, most=MOST_RANKS, is_failed=lambda ran: ran.ending.has_failed
+    )
 
 
 def first_failed(runs: Mapping[int, RanAsRank]) -> RanAsRank | None:
     """The first rank whose script ended in an error."""
     return next((each for each in runs.values() if each.ending.error is not None), None)
-
-
-def _is_failed(ran: RanAsRank) -> bool:
-    return ran.ending.error is not None and not isinstance(ran.ending.error, KeyboardInterrupt)
 
 
 def _peers(ran: RanAsRank) -> set[int]:

@@ -70,6 +70,11 @@ class Ending:
     code: int
     error: BaseException | None = None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error ended it; Ctrl-C does not count as one."""
+        return self.error is not None and not isinstance(self.error, KeyboardInterrupt)
+
 
 def run(script: Script, session: ScriptSession) -> Ending:
     """Run the script in the open session. Its traceback is printed as Python would print it."""

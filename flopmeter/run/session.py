@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flopmeter.as_cuda import CudaTarget
 from flopmeter.device.cluster import cluster_of
 from flopmeter.device.hardware import Hardware, load_hardware
-from flopmeter.meter import FlopMeter, Mode, target_of
+from flopmeter.meter import FlopMeter, Mode
 from flopmeter.records import DEFAULT_STREAM
 from flopmeter.records.collectives import COLLECTIVE_OPS
 from flopmeter.report.report import Report
@@ -95,12 +96,9 @@ class ScriptSession:
         self.gpus_per_node = min(wishes.gpus, wishes.gpus_per_node or on_node)
         self.named = NamedCuda(self.gpus_per_node, rank % self.gpus_per_node)
         self.meter.shapes_only = self.named.true_meta
-        self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
+        self.cuda = CudaModule(self.hardware, CudaTarget.of(self.hardware), self.named, self.memory, self)
         self.takes_times = False
-        self.steps = Steps(
-            self.now, wishes.marker, wishes.steps, self._has_backward, self._updates_weights, self.is_on_device, _say,
-            self._patience_s,
-        )  # fmt: skip
+        self.steps = Steps(self, wishes.marker, wishes.steps, _say)
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
         self._replays = 0
@@ -111,10 +109,10 @@ class ScriptSession:
         """The number of ops so far."""
         return len(self.meter.trace.ops)
 
-    def _has_backward(self, ops: range) -> bool:
+    def has_backward(self, ops: range) -> bool:
         return any(self.meter.trace.ops[number].phase == "backward" for number in ops)
 
-    def _updates_weights(self, ops: range) -> bool:
+    def updates_weights(self, ops: range) -> bool:
         trace = self.meter.trace
         written = (op for op in trace.ops[ops.start : ops.stop] if not op.module and op.call.func._schema.is_mutable)
         return any(trace.storages[number].role == "parameters" for op in written for number in op.reads)
@@ -123,7 +121,7 @@ class ScriptSession:
         calls = (self.meter.trace.ops[number].call for number in ops)
         return any(spec.device != "cpu" for call in calls for spec in (*call.outputs, *call.inputs))
 
-    def _patience_s(self, only_infers: bool, may_take_times: bool) -> float:
+    def patience_s(self, only_infers: bool, may_take_times: bool) -> float:
         if self.wishes.gpus > 1:
             return 0.0  # ranks end at the same step
         return PATIENCE_TO_PRINT_S if self.takes_times or may_take_times else PATIENCE_S if only_infers else 0.0

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -70,41 +70,45 @@ class StepsDone(BaseException):
     """Raised when as many steps ran as were asked for. No `except Exception` of the program catches it."""
 
 
+class WatchedRun(Protocol):
+    """The run, as its steps see it."""
+
+    def now(self) -> int:
+        """The number of ops so far."""
+
+    def has_backward(self, ops: range) -> bool:
+        """Whether a backward pass is among these ops."""
+
+    def updates_weights(self, ops: range) -> bool:
+        """Whether one of these ops, outside of modules, writes weights."""
+
+    def is_on_device(self, ops: range) -> bool:
+        """Whether one of these ops ran on the GPU; a call of a module on the CPU is no step."""
+
+    def patience_s(self, only_infers: bool, may_take_times: bool) -> float:
+        """How long a program without an optimizer may go on after as many steps as were asked for, to end by itself and
+        print what it found: seconds of this machine, by whether it has only inferred and whether its code has words of
+        taking times. Where these do not do, the parts of the run are those before they began, so that they do not hang
+        on the speed of this machine."""
+
+
 class Steps:
     """Watches a program and notes, as numbers of ops, where its steps end.
 
     marker: 'optimizer', 'forward' (calls of the outermost module), 'nvtx:NAME' (ends of that range),
         'module:function' (returns of that function), or 'auto': optimizers, else forward.
     most: raise StepsDone when so many have ended; None: never.
-    has_backward: whether a backward pass is among these ops. updates_weights: whether one of them, outside of modules,
-        writes weights.
-    is_on_device: whether one of these ops ran on the GPU; a call of a module on the CPU is no step.
     tell: says a line to the user while the program runs.
-    patience_s: how long a program without an optimizer may go on after `most` steps, to end by itself and print what
-        it found: seconds of this machine, by whether it has only inferred and whether its code has words of taking
-        times. Where these do not do, the parts of the run are those before they began, so that they do not hang on the
-        speed of this machine.
     """
 
-    def __init__(
-        self,
-        now: Callable[[], int],
-        marker: str,
-        most: int | None,
-        has_backward: Callable[[range], bool],
-        updates_weights: Callable[[range], bool],
-        is_on_device: Callable[[range], bool],
-        tell: Callable[[str], None],
-        patience_s: Callable[[bool, bool], float],
-    ) -> None:
-        self._now, self._marker, self._most, self._has_backward = now, marker, most, has_backward
-        self._updates_weights, self._is_on_device, self._patience_s = updates_weights, is_on_device, patience_s
+    def __init__(self, run: WatchedRun, marker: str, most: int | None, tell: Callable[[str], None]) -> None:
+        self._run, self._marker, self._most = run, marker, most
         self._ends: list[int] = []  # of marked steps
         self._warm_ups = 0  # of these, before a CUDA graph is captured
         self._calls: list[OutermostCall] = []
         self._function_calls: list[OutermostCall] = []  # of compiled functions, outside of modules
         self._replays: list[GraphReplay] = []
-        self._optimizers, self._own_updates = Optimizers(now), OwnUpdates(has_backward)
+        self._optimizers, self._own_updates = Optimizers(run.now), OwnUpdates(run.has_backward)
         self._calls_before: list[OutermostCall] = []  # the first update: without gradients, of what it updates
         self._depth = 0
         self._call_start = 0  # of the outermost call
@@ -165,7 +169,7 @@ class Steps:
             self._enter_module(owner, ())
             return functools.partial(self._leave_module, owner)
         if isinstance(owner, CodeType):
-            return functools.partial(self._leave_function, owner, self._now(), len(self._calls))
+            return functools.partial(self._leave_function, owner, self._run.now(), len(self._calls))
         if self._marker not in (AUTO, OPTIMIZER):
             return lambda: None
         self._optimizers.begin()
@@ -173,7 +177,7 @@ class Steps:
 
     def on_replay(self, captured: range) -> None:
         """Called when a CUDA graph that captured these ops was replayed. If a step ended in them, one ends again."""
-        self._replays.append(GraphReplay(captured, self._now()))
+        self._replays.append(GraphReplay(captured, self._run.now()))
         if any(captured.start < end <= captured.stop for end in self._ends):
             self._end()
         self._stop_inference()
@@ -198,7 +202,7 @@ class Steps:
     def _marked_by_own_updates(self, ends: list[int]) -> str:
         """Where no weight is seen to change, the program may want gradients for something else, such as what its inputs
         contribute, or may have put new weights in the place of the old ones."""
-        trains = self._updates_weights(range(self._own_updates.start, ends[-1]))
+        trains = self._run.updates_weights(range(self._own_updates.start, ends[-1]))
         how = "trained without an optimizer" if trains else "with backward passes and no optimizer"
         return f"calls of {self._own_updates.trained}, {how}"
 
@@ -218,7 +222,7 @@ class Steps:
 
     def _parts_of_calls(self, total: int, calls: list[OutermostCall]) -> Parts:
         """If a program also evaluates, its steps are the calls that record gradients."""
-        trains = self._has_backward(range(total))
+        trains = self._run.has_backward(range(total))
         calls = [call for call in calls if call.learns and trains] or calls
         if self._marker == AUTO and (found := parts_of_rounds(calls)):
             return found
@@ -226,20 +230,20 @@ class Steps:
         return parts_of_leading_class(start, calls)
 
     def _end(self) -> None:
-        self._ends.append(self._now())
+        self._ends.append(self._run.now())
         self._word.wait()
         self._warm_ups += self._is_warm_up()
         self._stop_after_most()
 
     def _end_update(self) -> None:
         """The leading optimizer has updated. If the step before had more updates, this one may go on."""
-        since = range(self._ends[-1] if self._ends else 0, self._now())
-        if self._optimizers.begins_anew(lambda: self._has_backward(since)):
+        since = range(self._ends[-1] if self._ends else 0, self._run.now())
+        if self._optimizers.begins_anew(lambda: self._run.has_backward(since)):
             if self._has_enough():
                 raise StepsDone
             self._end()
         else:
-            self._ends[-1] = self._now()
+            self._ends[-1] = self._run.now()
             self._stop_after_most()
 
     def _has_enough(self) -> bool:
@@ -268,8 +272,8 @@ class Steps:
                 "script's own options may end it sooner; Ctrl-C reports what ran"
             )
             return
-        everything = range(self._now())
-        if self._has_backward(everything) or self.parts(everything.stop).count < self._most:
+        everything = range(self._run.now())
+        if self._run.has_backward(everything) or self.parts(everything.stop).count < self._most:
             return
         if not self._optimizers.were_made and not self._own_code.may_train():
             self._stop(only_infers=True)
@@ -284,11 +288,11 @@ class Steps:
         before, since_s = self._enough or (None, 0.0)
         is_new = before is None or before.stopped_untrained != only_infers
         if is_new or (before and before.may_prepare):
-            parts = replace(self.parts(self._now()), stopped_untrained=only_infers)
+            parts = replace(self.parts(self._run.now()), stopped_untrained=only_infers)
             if is_new or not parts.may_prepare:
                 since_s = time.monotonic()
                 self._enough = parts, since_s
-        patience_s = self._patience_s(only_infers, self._own_code.may_take_times())
+        patience_s = self._run.patience_s(only_infers, self._own_code.may_take_times())
         if time.monotonic() - since_s >= patience_s:
             self._is_stopped = True
             raise StepsDone
@@ -300,9 +304,9 @@ class Steps:
                 if is_first:
                     self._calls_before = list(self._untrained_calls())
                 self._end_update()
-            case "follows" if self._ends and not self._has_backward(range(self._ends[-1], self._now())):
+            case "follows" if self._ends and not self._run.has_backward(range(self._ends[-1], self._run.now())):
                 self._optimizers.goes_on()
-                self._ends[-1] = self._now()
+                self._ends[-1] = self._run.now()
                 self._stop_after_most()
 
     def _is_outermost(self) -> bool:
@@ -312,14 +316,14 @@ class Steps:
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         if self._is_outermost():
-            self._call_start = self._now()
+            self._call_start = self._run.now()
             if self._calls_start is None:
-                self._calls_start = self._now()
+                self._calls_start = self._run.now()
             learns = _learns(module) and _records_gradients()
             if self._first_forward is None and learns:
-                self._first_forward = self._now()
+                self._first_forward = self._run.now()
             if self._marker == AUTO and not self._optimizers.were_made and learns:
-                ended = self._own_updates.call(class_of(module), self._now())
+                ended = self._own_updates.call(class_of(module), self._run.now())
                 if ended and self._most is not None and ended >= self._most:
                     self._stop(only_infers=False)
         self._depth += 1
@@ -327,8 +331,8 @@ class Steps:
     @around
     def _watched_backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         backward(*args, **kwargs)
-        now = self._now()
-        if self._marker != AUTO or self._optimizers.were_made or self._calls or not self._is_on_device(range(now)):
+        now = self._run.now()
+        if self._marker != AUTO or self._optimizers.were_made or self._calls or not self._run.is_on_device(range(now)):
             return
         self._backwards.append(now)
         if self._most is not None and len(self._backwards) >= max(self._most, CALLS_WATCHED):
@@ -336,8 +340,8 @@ class Steps:
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
-        ops = range(self._call_start, self._now())
-        if self._is_outermost() and self._is_on_device(ops) and any(True for _ in module.parameters()):
+        ops = range(self._call_start, self._run.now())
+        if self._is_outermost() and self._run.is_on_device(ops) and any(True for _ in module.parameters()):
             records = _records_gradients()
             learns = _learns(module) and records
             evaluates = is_copy = False
@@ -353,15 +357,15 @@ class Steps:
 
     def _leave_function(self, code: CodeType, start: int, calls: int) -> None:
         """A compiled function that is no module's has run. Where modules ran in it one by one, their calls count."""
-        ops = range(start, self._now())
-        if self._is_outermost() and self._is_on_device(ops) and len(self._calls) == calls:
+        ops = range(start, self._run.now())
+        if self._is_outermost() and self._run.is_on_device(ops) and len(self._calls) == calls:
             name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has none
             self._function_calls.append(OutermostCall(weakref.ref(code), name, ops, False, False, False))
             self._stop_inference()
 
     def _calls_until(self, total: int) -> list[OutermostCall]:
         """The calls that may be steps: of compiled functions, too, in a program that only infers."""
-        if not self._function_calls or self._has_backward(range(total)):
+        if not self._function_calls or self._run.has_backward(range(total)):
             return self._calls
         return sorted((*self._calls, *self._function_calls), key=lambda call: call.ops.start)
 

@@ -49,7 +49,7 @@ class WeightFiles:
     """What the program saves is kept by its path, so that it can be loaded again. `may_be_absent`: a file that is not
     there has AbsentWeights."""
 
-    def __init__(self, named: NamedCuda, note: Callable[[str], None], may_be_absent: bool = False) -> None:
+    def __init__(self, named: NamedCuda, note: Callable[[str], None], may_be_absent: bool) -> None:
         self._named, self._note, self._may_be_absent = named, note, may_be_absent
         self._saved: dict[str | int, Any] = {}
         self._any_absent, self._absent_on = False, torch.device("cpu")  # where the file would have been loaded to

@@ -90,7 +90,7 @@ def of_torchrun(world_size: int, gpus_per_node: int, rank: int) -> dict[str, str
 def _patches(
     world_size: int | None, rank: int, on_gpu: Callable[[Tensor], bool], note: Callable[[str], None]
 ) -> Iterator[Patch]:
-    init = _init_process_group(dist.init_process_group, world_size, rank, note)
+    init = _init_process_group(world_size, rank, note, dist.init_process_group)
     for owner in (dist, distributed_c10d, device_mesh):
         yield Patch(owner, "init_process_group", init, "collectives of a rank whose peers do not run")
     for owner in (dist, distributed_c10d):
@@ -111,7 +111,7 @@ def _patches(
                 yield Patch(dist, name, getattr(distributed_c10d, name), "the same function")
     for name in ("spawn", "start_processes"):
         yield Patch(torch.multiprocessing, name, _spawning(rank), "one rank runs in this process, the others do not")
-    start = _start(BaseProcess.start, world_size or 1, rank, on_gpu)
+    start = _start(world_size or 1, rank, on_gpu, set(), BaseProcess.start)
     yield Patch(BaseProcess, "start", start, "the same, where a program starts them itself")
 
 
@@ -136,25 +136,25 @@ _LONE = (
 )
 
 
+@around
 def _init_process_group(
-    original: Callable[..., None], default_size: int | None, own: int, note: Callable[[str], None]
-) -> Callable[..., None]:
-    def init_process_group(
-        backend: Any = None,
-        init_method: Any = None,
-        timeout: Any = None,
-        world_size: int = -1,
-        rank: int = -1,
-        store: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        if world_size <= 0 and default_size is None and "WORLD_SIZE" not in os.environ:
-            note(_LONE)
-        size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", default_size or 1))
-        original("fake", rank=rank if rank >= 0 else own, world_size=size, store=lone_store())
-        ask_backend(dist.group.WORLD, backend)
-
-    return init_process_group
+    default_size: int | None,
+    own: int,
+    note: Callable[[str], None],
+    original: Callable[..., None],
+    backend: Any = None,
+    init_method: Any = None,
+    timeout: Any = None,
+    world_size: int = -1,
+    rank: int = -1,
+    *_: Any,
+    **__: Any,
+) -> None:
+    if world_size <= 0 and default_size is None and "WORLD_SIZE" not in os.environ:
+        note(_LONE)
+    size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", default_size or 1))
+    original("fake", rank=rank if rank >= 0 else own, world_size=size, store=lone_store())
+    ask_backend(dist.group.WORLD, backend)
 
 
 class _EndedRanks:
@@ -181,24 +181,26 @@ def _spawning(rank: int) -> Callable[..., _EndedRanks | None]:
     return spawn
 
 
+@around
 def _start(
-    original: Callable[[Any], None], world_size: int, own: int, on_gpu: Callable[[Tensor], bool]
-) -> Callable[..., None]:
+    world_size: int,
+    own: int,
+    on_gpu: Callable[[Tensor], bool],
+    ran: set[Any],
+    original: Callable[[Any], None],
+    process: Any,
+) -> None:
     """What takes the place of a process's start. Of processes that are ranks, this rank's runs here; of those that are
-    given tensors on the GPU, the first of each kind. The others count as ended. All other processes are started."""
-    ran: set[Any] = set()
-
-    def start(process: Any) -> None:
-        rank = _rank_of(process, world_size)
-        if rank is None and not _holds_gpu(process, on_gpu):
-            original(process)
-            return
-        process._popen, process._sentinel = _EndedProcess(), 0
-        if process._target not in ran and rank in (None, own):
-            ran.add(process._target)
-            process.run()
-
-    return start
+    given tensors on the GPU, the first of each kind. The others count as ended. All other processes are started. `ran`:
+    the functions of those that have run."""
+    rank = _rank_of(process, world_size)
+    if rank is None and not _holds_gpu(process, on_gpu):
+        original(process)
+        return
+    process._popen, process._sentinel = _EndedProcess(), 0
+    if process._target not in ran and rank in (None, own):
+        ran.add(process._target)
+        process.run()
 
 
 def _rank_of(process: Any, world_size: int) -> int | None:

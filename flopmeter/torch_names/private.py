@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import operator
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -83,6 +85,15 @@ class PrivateName:
         """What has the attribute: the module, or a class in it."""
         path, _, _ = self.attribute.rpartition(".")
         return operator.attrgetter(path)(self.owner) if path else self.owner
+
+    @property
+    def own_name(self) -> str:
+        """Its name in the parent."""
+        return self.attribute.rpartition(".")[2]
+
+    def replaced(self, value: Any) -> AbstractContextManager[Any]:
+        """In this context the value is in its place."""
+        return mock.patch.object(self.parent, self.own_name, value)
 
     @property
     def value(self) -> Any:

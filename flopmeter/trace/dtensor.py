@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
-from unittest import mock
 
 from torch import Tensor
 
@@ -47,8 +46,7 @@ def unseen_propagation(_known: KnownValues) -> AbstractContextManager[None]:
 
 def _install() -> ExitStack:
     undo = ExitStack()
-    method = PROPAGATE.attribute.rpartition(".")[2]
-    undo.enter_context(mock.patch.object(PROPAGATE.parent, method, _without_modes(PROPAGATE.value)))
+    undo.enter_context(PROPAGATE.replaced(_without_modes(PROPAGATE.value)))
     return undo
 
 

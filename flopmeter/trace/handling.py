@@ -23,11 +23,11 @@ _WRAPPERS = ("_c10d_functional::_wrap_tensor_autograd",)  # returns its argument
 class Handling(NamedTuple):
     """How the recorder treats an op; found once for each op."""
 
-    is_host: bool  # pass through unrecorded
-    is_composite: bool  # arrives undecomposed under inference_mode
-    shape_depends_on_data: bool  # the inputs' geometry does not determine the outputs'
-    changes_storages: bool  # resizes a storage that it was passed, or was passed a new one
-    asks_values: bool  # known values may answer it whatever it is passed
+    is_host: bool = False  # pass through unrecorded
+    is_composite: bool = False  # arrives undecomposed under inference_mode
+    shape_depends_on_data: bool = False  # the inputs' geometry does not determine the outputs'
+    changes_storages: bool = False  # resizes a storage that it was passed, or was passed a new one
+    asks_values: bool = False  # known values may answer it whatever it is passed
     is_collective: bool = False  # is passed process groups and returns handles
     is_foreach: bool = False  # does the same at each place of its lists
     has_parts: bool = False  # the ops that a function in Python runs are recorded instead
@@ -42,19 +42,17 @@ def is_composite(func: OpOverload) -> bool:
 def _handling(func: Any) -> Handling:
     # A higher-order op is no OpOverload: its body is traced op by op.
     if not isinstance(func, OpOverload) or func.namespace in _HOST_NAMESPACES or func.name() in _WRAPPERS:
-        return Handling(True, False, False, False, False)
+        return Handling(is_host=True)
     by_data = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
     by_data = by_data or func.namespace not in NAMESPACES_OF_TORCH  # their sizes may depend on data without that tag
     has_out = any(argument.is_out for argument in func._schema.arguments)
     return Handling(
-        False,
-        is_composite(func),
-        by_data,
-        has_out or func.overloadpacket in (*_RESIZING, *FRESH),
-        False,
-        func.namespace in NAMESPACES,
-        func._schema.name.startswith("aten::_foreach_"),
-        key_of_parts(func) is not None,
+        is_composite=is_composite(func),
+        shape_depends_on_data=by_data,
+        changes_storages=has_out or func.overloadpacket in (*_RESIZING, *FRESH),
+        is_collective=func.namespace in NAMESPACES,
+        is_foreach=func._schema.name.startswith("aten::_foreach_"),
+        has_parts=key_of_parts(func) is not None,
     )
 
 

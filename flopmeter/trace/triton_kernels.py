@@ -108,7 +108,7 @@ def _install() -> ExitStack:
     undo.enter_context(mock.patch.object(jit.JITFunction, "run", run_or_record))
     undo.enter_context(mock.patch.object(autotuner.Autotuner, "run", tune_or_record))
     if HOST_DESCRIPTORS.present():  # torch asks the driver, and else takes no kernel's word for what it writes by them
-        undo.enter_context(mock.patch.object(HOST_DESCRIPTORS.owner, HOST_DESCRIPTORS.attribute, _they_do))
+        undo.enter_context(HOST_DESCRIPTORS.replaced(_they_do))
     return undo
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flopmeter.as_cuda.emulation import DispatcherKernel, Emulation
+from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.torch_names import dispatcher
+from flopmeter.torch_names.around import around
 from flopmeter.torch_names.operators import aten_overloads
 
 
@@ -47,13 +48,13 @@ def least_squares(
     return solution, right.new_empty(residuals), matrix.new_empty([0], dtype=torch.int64), matrix.new_empty([0])
 
 
-def _where_no_gradient_is_needed(op: Any, values: Callable[..., Tensor]) -> DispatcherKernel:
-    def without_vectors(matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _may_need_a_gradient(matrix):
-            return dispatcher.decompose(op, matrix, *args, **kwargs)
-        return values(matrix, *args, **kwargs)
-
-    return without_vectors
+@around
+def _where_no_gradient_is_needed(
+    op: Any, values: Callable[..., Tensor], matrix: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if _may_need_a_gradient(matrix):
+        return dispatcher.decompose(op, matrix, *args, **kwargs)
+    return values(matrix, *args, **kwargs)
 
 
 def _may_need_a_gradient(matrix: Tensor) -> bool:

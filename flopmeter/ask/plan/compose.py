@@ -69,6 +69,11 @@ class SplitWork(NamedTuple):
         """The parts of each of the rank's stages."""
         return [self.parts(chunk * self.split.pp + rank) for chunk in range(self.split.chunks)]
 
+    def neighbour(self, rank: int, chunk: int, step: Literal[-1, 1]) -> int | None:
+        """The stage before (-1) that one or after it (1); None where the pipeline ends."""
+        stage = chunk * self.split.pp + rank + step
+        return stage if 0 <= stage < self.split.stages else None
+
     def order(self, rank: int, microbatches: int) -> list[Pass]:
         """The rank's passes, with that many microbatches in a step."""
         return order_of(rank, self.split.pp, microbatches, self.split.chunks, self.split.defers_weights)
@@ -224,7 +229,7 @@ class _RankOfSplit:
         and kept, scattered after all."""
         costs = self._work.costs
         copied: tuple[int, ...] = ()
-        outside = [part for part in parts if part is costs.before or part is costs.after]
+        outside = [part for part in parts if costs.is_outside(part)]
         if gathers and kind == "forward" and outside:
             copied = self._gather(outside, ())
         for part in parts:
@@ -282,21 +287,18 @@ class _RankOfSplit:
 
     def _receive(self, each: Pass) -> tuple[int, ...]:
         """The message from a neighbour that the pass needs."""
-        if each.kind == "weights":
-            return ()
-        stage = each.chunk * self._split.pp + self._rank
-        source = stage - 1 if each.kind == "forward" else stage + 1
-        if not 0 <= source < self._split.stages or self._split.pp == 1:
-            return ()
-        return self._message("recv", source % self._split.pp, self._rank, ())
+        source = self._neighbour(each, -1 if each.kind == "forward" else 1)
+        return () if source is None else self._message("recv", source, self._rank, ())
 
     def _send(self, each: Pass) -> None:
-        if each.kind == "weights":
-            return
-        stage = each.chunk * self._split.pp + self._rank
-        to = stage + 1 if each.kind == "forward" else stage - 1
-        if 0 <= to < self._split.stages and self._split.pp > 1:
-            self._message("send", self._rank, to % self._split.pp, self._done)
+        receiver = self._neighbour(each, 1 if each.kind == "forward" else -1)
+        if receiver is not None:
+            self._message("send", self._rank, receiver, self._done)
+
+    def _neighbour(self, each: Pass, step: Literal[-1, 1]) -> int | None:
+        """The rank of the pipeline with which the pass exchanges a message."""
+        stage = self._work.neighbour(self._rank, each.chunk, step)
+        return None if stage is None or each.kind == "weights" or self._split.pp == 1 else stage % self._split.pp
 
     # --- activities ---
 

@@ -22,19 +22,22 @@ from flopmeter.torch_names import distributed as private
 
 def experts_of(model: nn.Module) -> list[Any]:
     """The modules of experts that can be split."""
-    return [module for name, module in model.named_modules() if _is_experts(name.rpartition(".")[2], module)]
+    return list(_experts(model).values())
 
 
 def holders_of_experts(model: nn.Module) -> list[str]:
     """The names of the modules around them, which route tokens."""
-    modules = model.named_modules()
-    return [name.rpartition(".")[0] for name, module in modules if _is_experts(name.rpartition(".")[2], module)]
+    return [name.rpartition(".")[0] for name in _experts(model)]
+
+
+def _experts(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if _is_experts(name, module)}
 
 
 def _is_experts(name: str, module: Any) -> bool:
     count = getattr(module, "num_experts", None)
     own = list(module.parameters())
-    if name != "experts" or not isinstance(count, int) or not own:
+    if name.rpartition(".")[2] != "experts" or not isinstance(count, int) or not own:
         return False
     takes = len(inspect.signature(module.forward).parameters)  # 3; Llama 4 gives all experts all tokens instead
     return takes == len(("tokens", "picked", "weights")) and all(each.shape[0] == count for each in own)

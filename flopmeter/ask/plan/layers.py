@@ -123,6 +123,10 @@ class LayerCosts(NamedTuple):
         """The same for a pipeline, whose last stage has a copy of an embedding that is tied to its head."""
         return self if self.after_alone is None else self._replace(after=self.after_alone)
 
+    def is_outside(self, part: PartCost) -> bool:
+        """Whether it is what a model has outside of its layers."""
+        return part is self.before or part is self.after
+
 
 def try_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool = False) -> LayerCosts | str:
     """The same as `meter_layers`, or in words why the model does not run in this shape: plans for tensor parallelism

@@ -266,17 +266,15 @@ class RankMemory:
     def _parted(self, chunk: int) -> tuple[list[PartCost], list[_Group], _Group]:
         """The groups of a chunk's parts: each layer is one, and what is outside of layers together is one."""
         parts, costs = self._chunks[chunk], self._work.costs
-        outside = tuple(
-            (chunk, place) for place, part in enumerate(parts) if part is costs.before or part is costs.after
-        )
+        outside = tuple((chunk, place) for place, part in enumerate(parts) if costs.is_outside(part))
         layers: list[_Group] = [((chunk, place),) for place in range(len(parts)) if (chunk, place) not in outside]
         return parts, layers, outside
 
     def _receives(self, chunk: int) -> bool:
-        return chunk * self._split.pp + self._rank > 0
+        return self._work.neighbour(self._rank, chunk, -1) is not None
 
     def _sends(self, chunk: int) -> bool:
-        return chunk * self._split.pp + self._rank < self._split.stages - 1
+        return self._work.neighbour(self._rank, chunk, 1) is not None
 
     def _take(self, nbytes: float, stream: int = DEFAULT_STREAM) -> _Taken:
         size = round(nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from math import gcd
 from typing import Any, NamedTuple
@@ -141,17 +141,12 @@ def _layers_that_run(model: nn.Module, loss: Loss) -> str:
 def _lists_that_run(model: nn.Module, lists: Iterable[str], loss: Loss) -> set[str]:
     """Those of the lists of which a module runs in a forward pass; none where the model does not run."""
     ran = set[str]()
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: ran.add(name))
-        for name in lists
-        for module in model.get_submodule(name).children()
-    ]
-    try:
+    with ExitStack() as undo:
+        for name in lists:
+            for module in model.get_submodule(name).children():
+                undo.enter_context(module.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
         with suppress(Exception), torch.no_grad(), FlopMeter(routing="balanced", checks="hold"):
             loss(model, tokens_of(model, 1, PROBED_TOKENS))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return ran
 
 

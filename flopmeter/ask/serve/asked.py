@@ -130,7 +130,7 @@ def notes_of(
         "GPUs of their own for prefill" if plan.is_disaggregated else chunks,
         *links,
         *_of_model(own),
-        *_of_spread_experts(plan, own),
+        *_of_spread_experts(own),
         *_of_requests(plan, own.decoder, draft),
         *_of_weights(own, devices),
         *_of_cache(own),
@@ -152,7 +152,7 @@ def _of_model(own: StepModel) -> Iterator[str]:
         )
 
 
-def _of_spread_experts(plan: ServingPlan, own: StepModel) -> Iterator[str]:
+def _of_spread_experts(own: StepModel) -> Iterator[str]:
     if layers := own.decoder.spread:
         yield (
             f"each GPU has {counted(layers[0].held, 'expert')} of a layer, all else of the model, and requests of its"

@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import nn
@@ -117,15 +118,11 @@ def _prices(report: Report) -> list[tuple[float, float, float]]:
 
 def _alike(one: Sequence[tuple[float, ...]], other: Sequence[tuple[float, ...]]) -> int:
     """How many kernels at the start of both are the same."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next(
-        (
-            place
-            for place, each in pairs
-            if not all(math.isclose(a, b, rel_tol=SAME) for a, b in zip(*each, strict=True))
-        ),
-        min(len(one), len(other)),
-    )
+
+    def is_same(pair: tuple[tuple[float, ...], tuple[float, ...]]) -> bool:
+        return all(math.isclose(a, b, rel_tol=SAME) for a, b in zip(*pair, strict=True))
+
+    return sum(1 for _ in takewhile(is_same, zip(one, other, strict=False)))
 
 
 def _kinds(own: Layered) -> list[tuple[Any, ...]]:

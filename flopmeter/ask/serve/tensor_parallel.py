@@ -191,24 +191,18 @@ def counting_runs(model: Any, blocks: Collection[str]) -> Iterator[Counter[str]]
     def count(block: str, *_: Any) -> None:
         runs[block] += 1
 
-    hooks = [model.get_submodule(each).register_forward_pre_hook(functools.partial(count, each)) for each in blocks]
-    try:
+    with contextlib.ExitStack() as undo:
+        for each in blocks:
+            undo.enter_context(model.get_submodule(each).register_forward_pre_hook(functools.partial(count, each)))
         yield runs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextlib.contextmanager
 def running(model: Any, names: list[str]) -> Iterator[None]:
     """In this context, `names` has the paths of the modules that are running, the innermost last; those in which an
     error was raised stay."""
-    hooks: list[Any] = []
-    for path, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(lambda *_, path=path: names.append(path)))
-        hooks.append(module.register_forward_hook(lambda *_: (names.pop(), None)[1]))
-    try:
+    with contextlib.ExitStack() as undo:
+        for path, module in model.named_modules():
+            undo.enter_context(module.register_forward_pre_hook(lambda *_, path=path: names.append(path)))
+            undo.enter_context(module.register_forward_hook(lambda *_: (names.pop(), None)[1]))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -34,7 +34,7 @@ def collective(call: Call) -> tuple[Cost, ...]:
     if known.kind == "barrier":  # no rank goes on before all are there; the host waits for it
         return (replace(_cost(call, "barrier", 0, group_of(call).ranks), reads=(), writes=(), blocks_host=True),)
     if known.kind in ("send", "recv"):
-        return (_message(call, known, known.kind, call.inputs, _peer(call, known)),)
+        return (_message(call, known.kind, call.inputs, _peer(call, known)),)
     group = group_of(call)
     sent, received = (_nbytes(specs) for specs in (_sent(call, known), _received(call, known)))
     size = known.spec.size(sent, received, len(group.ranks))
@@ -53,10 +53,10 @@ def _batch(call: Call, known: KnownOp, ways: Iterable[str]) -> Iterator[Cost]:
     """The messages of a batch, one after another. NCCL runs them together."""
     assert known.op.peer is not None
     for way, peer, tensor in zip(ways, call.argument(known.op.peer), call.inputs, strict=True):
-        yield _message(call, known, "send" if "send" in way else "recv", (tensor,), peer)
+        yield _message(call, "send" if "send" in way else "recv", (tensor,), peer)
 
 
-def _message(call: Call, known: KnownOp, kind: CollectiveKind, specs: tuple[TensorSpec, ...], peer: int) -> Cost:
+def _message(call: Call, kind: CollectiveKind, specs: tuple[TensorSpec, ...], peer: int) -> Cost:
     """One message between this rank and another one of the group."""
     group = group_of(call)
     pair = tuple(sorted((group.ranks[group.rank], group.ranks[peer])))

@@ -77,7 +77,7 @@ def measure(
     """
     path = Path(path)
     _check(path, device, kinds, clock, resume)
-    run = read_run(path) if resume and path.exists() else _new_run(device, clock)
+    run = read_run(path) if resume and path.exists() else _new_run(device)
     if run.device["name"] != _device(device, None)["name"]:
         raise RunFileError(f"{path} was measured on {run.device['name']}: give another file")
     run.write(path)  # so that a folder that cannot be written is noticed first
@@ -138,7 +138,7 @@ def _check(path: Path, device: DeviceType, kinds: Collection[str], clock: Clock,
     check_clock(device, clock)
 
 
-def _new_run(device: DeviceType, clock: Clock) -> SuiteRun:
+def _new_run(device: DeviceType) -> SuiteRun:
     gpu = gpu_of_torch() if device == "cuda" else None
     versions = {
         "flopmeter": import_module("flopmeter").__version__,

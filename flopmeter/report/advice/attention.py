@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 
+from flopmeter.costs.rules import in_one_piece
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import FlexBody, Op, TensorSpec, Trace
 from flopmeter.report.advice.bent_scores import FLEX, are_bent, body_of, flexed
@@ -157,7 +158,7 @@ def _rows_innermost(spec: TensorSpec, is_gradient: object) -> TensorSpec:
     """The same gradients with a head's width innermost, as fused kernels write them."""
     if not is_gradient or not is_dense(spec) or not spec.shape or spec.stride[-1] == 1:
         return spec
-    return spec._replace(stride=dense(spec.shape, spec.dtype, spec.device).stride)
+    return in_one_piece(spec, spec.shape)
 
 
 def _fused(trace: Trace, attention: Materialised, device: Hardware) -> dict[int, Op]:
@@ -251,8 +252,7 @@ def _in_batches(spec: TensorSpec, batch_and_heads: tuple[int, ...]) -> TensorSpe
     count, sizes = spec.shape[1], spec.shape[2:]
     if spec.shape[0] > 1 or len(batch_and_heads) != 2 or count != prod(batch_and_heads) or not is_dense(spec):
         return spec
-    own = dense((*batch_and_heads, *sizes), spec.dtype, spec.device)
-    return own._replace(storage=spec.storage, offset=spec.offset)
+    return in_one_piece(spec, (*batch_and_heads, *sizes))
 
 
 def _in_heads(spec: TensorSpec, rows: int, width: int) -> TensorSpec:
@@ -268,5 +268,4 @@ def _in_heads(spec: TensorSpec, rows: int, width: int) -> TensorSpec:
 
 def _packed(spec: TensorSpec, rows: int, width: int) -> TensorSpec:
     count = max(1, spec.distinct_elements // (rows * width))
-    own = dense((1, count, rows, width), spec.dtype, spec.device)
-    return own._replace(storage=spec.storage, offset=spec.offset)
+    return in_one_piece(spec, (1, count, rows, width))

@@ -15,19 +15,17 @@ import torch
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import outermost, with_tensors
+from flopmeter.report.advice.rewrite import OF_WEIGHTS, PRODUCTS, outermost, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 from flopmeter.torch_names.operators import aten
+from flopmeter.trace.handling import FRESH
 
 MOST_TIMES = 64
 PER_DOUBLING = 1.1  # a doubling is worth it if it brings this many times as much per second
 FAULT = 3.0  # a batch is tiny if the kernels of a larger one do this many times the work per second
 PROPORTIONAL = 0.02  # how far FLOPs may be from growing with the batch
-_OF_WEIGHTS = ("parameters", "gradients", "optimizer state")
-_FRESH = (aten.lift_fresh, aten.lift_fresh_copy)  # they return the storage that torch.tensor(...) just made
 _PICK = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index_put)  # their masks pick from each item alike
-_PRODUCTS = (aten.mm, aten.addmm)
 # What rules, torch's formulas and a user's own rules raise for shapes that do not fit each other: a wrong size, a
 # missing dimension, a division by what became 0. Another error is a fault of a rule, and is seen.
 _SHAPES_DO_NOT_FIT = (AssertionError, ArithmeticError, LookupError, RuntimeError, ValueError)
@@ -44,7 +42,7 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
         return
     if not any(op.module for op in trace.ops):  # a solver on one matrix has no batch
         return
-    held = sum(size for name, size in report.memory.at_peak.items() if name in _OF_WEIGHTS)
+    held = sum(size for name, size in report.memory.at_peak.items() if name in OF_WEIGHTS)
     fixed = max(held, held + report.memory.steady_peak_bytes - report.memory.peak_bytes)
     most = (usable - fixed) // max(report.memory.peak_bytes - held, 1)
     times, then = _most_per_second(report, trace, min(most, MOST_TIMES))
@@ -141,7 +139,7 @@ def _data(trace: Trace) -> set[int]:
     made = [(op, spec) for op in bringing for spec in op.outputs if trace.storages[spec.storage].role is None]
     found = [spec for op in trace.ops for spec in op.inputs if spec.storage in given]
     items = {_items(spec) for spec in found} - {None}
-    told = [spec for op, spec in made if not given or op.packet in _FRESH or _is_random(op) or op.call.inputs]
+    told = [spec for op, spec in made if not given or op.packet in FRESH or _is_random(op) or op.call.inputs]
     largest = max(told, key=lambda spec: spec.nbytes, default=None)
     if largest is not None and largest.nbytes > max((spec.nbytes for spec in found), default=0):
         items = {_items(largest)} - {None}
@@ -151,7 +149,7 @@ def _data(trace: Trace) -> set[int]:
 
 def _brings_data(op: Op, weights: set[tuple[int, ...]]) -> bool:
     """Whether its results come from nothing, or from the host, where weights may wait too."""
-    if not op.call.inputs or op.packet in _FRESH:
+    if not op.call.inputs or op.packet in FRESH:
         return True
     comes_from_host = all(spec.device == "cpu" for spec in op.inputs)
     return comes_from_host and all(spec.device != "cpu" and spec.shape not in weights for spec in op.outputs)
@@ -180,7 +178,7 @@ def _items(spec: TensorSpec) -> int | None:
 def _holds_items(op: Op, out: TensorSpec, grows: set[int], weights: set[tuple[int, ...]]) -> bool:
     """Whether the op's result has something for each item. A matmul of two tensors of items sums over the items: it is
     a gradient of weights. So is the result of another op of the backward pass that has the shape of weights."""
-    if op.packet in _PRODUCTS:
+    if op.packet in PRODUCTS:
         return not all(spec.storage in grows for spec in op.inputs[-2:])
     if out.numel == 1:
         return False

@@ -13,9 +13,9 @@ from typing import Any
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import BlockCount, BodyOp, FlexBody, Op, TensorSpec
 from flopmeter.report.advice.fused_attention import NoKernelError, Operands
-from flopmeter.report.advice.rewrite import in_place_of
-from flopmeter.torch_names.operators import Overloads, aten
-from flopmeter.torch_names.own_operators import own
+from flopmeter.report.advice.rewrite import each_tensor, in_place_of
+from flopmeter.torch_names.operators import aten
+from flopmeter.torch_names.own_operators import own_overloads
 
 FLEX = "torch.compile(flex_attention) with a score_mod (attn_implementation='flex_attention')"
 
@@ -26,7 +26,6 @@ _BENDS = (
 _MIXES = (aten.convolution,)  # scores of several heads, as talking heads do
 _BLOCK = 128  # queries, and keys, of a block: create_block_mask's default
 _LEAST_CAPABILITY = (8, 0)  # Triton's products in 16 bits, from Ampere on
-_overloads = Overloads(own)
 
 
 def are_bent(ops: Collection[Op]) -> bool:
@@ -50,10 +49,10 @@ def flexed(op: Op, qkv: Operands, out: TensorSpec, sums: TensorSpec, body: FlexB
     read: tuple[TensorSpec, ...]
     made: tuple[TensorSpec, ...]
     if op.phase == "backward":
-        func, read, made = _overloads.flex_attention_backward.default, (*qkv, out, sums, out), tuple(qkv)
+        func, read, made = own_overloads.flex_attention_backward.default, (*qkv, out, sums, out), tuple(qkv)
         settings: dict[str, Any] = {"grad_logsumexp": None, "blocks": (), "captured": (), "learned": ()}
     else:
-        func, read, made = _overloads.flex_attention.default, tuple(qkv), (out, sums)
+        func, read, made = own_overloads.flex_attention.default, tuple(qkv), (out, sums)
         settings = {"blocks": (), "captured": (), "keeps_lse": True, "keeps_max": False}
     placed = in_place_of(op, func, read, settings, read, made)
     return placed._replace(call=dataclasses.replace(placed.call, body=body))
@@ -61,9 +60,7 @@ def flexed(op: Op, qkv: Operands, out: TensorSpec, sums: TensorSpec, body: FlexB
 
 def _on_one(op: Op) -> BodyOp:
     def one(value: Any) -> Any:
-        if isinstance(value, TensorSpec):
-            return value._replace(shape=(), stride=(), offset=0)
-        return tuple(map(one, value)) if type(value) is tuple else value
+        return each_tensor(value, lambda spec: spec._replace(shape=(), stride=(), offset=0))
 
     call = op.call
     kwargs = tuple((name, one(value)) for name, value in call.kwargs.items())

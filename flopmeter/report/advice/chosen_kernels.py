@@ -8,11 +8,11 @@ import torch
 
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_kernel
+from flopmeter.report.advice.fused_attention import by_chosen_kernel
 from flopmeter.report.advice.rewrite import are_in_torch, with_ops
 from flopmeter.torch_names.operators import aten, aten_overloads
 
-_ATTENTION = {getattr(aten, f"_scaled_dot_product_efficient_attention{end}"): end for end in ("", "_backward")}
+_ATTENTION = (aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward)
 
 
 def with_chosen_kernels(trace: Trace, device: Hardware) -> Trace:
@@ -20,7 +20,8 @@ def with_chosen_kernels(trace: Trace, device: Hardware) -> Trace:
     put_in = {}
     for index, op in enumerate(trace.ops):
         if op.packet in _ATTENTION:
-            chosen = _attention(op, _ATTENTION[op.packet], device)
+            has_mask = isinstance(op.call.argument("attn_bias"), TensorSpec)
+            chosen = None if has_mask else by_chosen_kernel(op, device, is_causal=op.call.argument("is_causal"))
         elif op.packet in (aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward):
             chosen = _batch_norm(op)
         else:
@@ -28,19 +29,6 @@ def with_chosen_kernels(trace: Trace, device: Hardware) -> Trace:
         if chosen is not None and are_in_torch([chosen]):
             put_in[index] = chosen
     return with_ops(trace, (), put_in)
-
-
-def _attention(op: Op, end: str, device: Hardware) -> Op | None:
-    call = op.call
-    if isinstance(call.argument("attn_bias"), TensorSpec):
-        return None
-    q, k, v = call.inputs[1:4] if end else call.inputs[:3]
-    settings = {name: call.argument(name) for name in ("dropout_p", "is_causal")}
-    try:
-        backend = backend_of((q, k, v), device, is_causal=settings["is_causal"], dropout=settings["dropout_p"])
-    except NoKernelError:
-        return None
-    return with_kernel(op, backend, end, **settings)
 
 
 def _batch_norm(op: Op) -> Op | None:

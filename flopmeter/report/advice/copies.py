@@ -15,7 +15,7 @@ import torch
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.memory_format import strides_of
-from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of
+from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of, operands_of
 from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import is_view, rebuilt
 from flopmeter.report.report import Report
@@ -213,7 +213,7 @@ class _ReadThrough:
         """Attention takes operands of any layout, and fewer heads of keys than of queries. Each result lies as the
         operand that it belongs to."""
         is_backward = op.call.name.endswith("_backward")
-        before = op.inputs[1:4] if is_backward else op.inputs[:3]
+        before = operands_of(op)
         now = {spec: self._in_heads(spec) for spec in op.inputs}
         q, k, v = (now[spec] for spec in before)
         if q is None or k is None or v is None or k.shape[1] != v.shape[1] or not self._has_kernel(op, (q, k, v)):

@@ -34,12 +34,10 @@ class Bias(NamedTuple):
 
 def backend_of(qkv: Operands, device: Hardware, *, is_causal: bool, dropout: float, bias: Bias | None = None) -> str:
     """The kernel that CUDA would choose, by the rules of the running torch. Raises NoKernelError where it has none."""
-    capability = device.compute_capability
-    target = CudaTarget.stand_in(device.title) if capability is None else CudaTarget(capability)
     q, k, v = (Operand(spec.shape, spec.stride, spec.dtype, 0, False) for spec in qkv)
     settings, is_grouped = Settings.now()._replace(grad=False), q.shape[1] != k.shape[1]
     mask = bias and Operand(bias.spec.shape, bias.spec.stride, bias.spec.dtype, 0, bias.gradient is not None)
-    call = SdpaCall(q, k, v, mask, dropout, is_causal, is_grouped, settings, target)
+    call = SdpaCall(q, k, v, mask, dropout, is_causal, is_grouped, settings, CudaTarget.of(device))
     chosen = choose(call, rules_for(running_version()))
     if chosen is SDPBackend.MATH:
         raise NoKernelError
@@ -73,13 +71,31 @@ def fused(
     return in_place_of(op, func, read, settings, specs, results)
 
 
-def with_kernel(op: Op, backend: str, end: str, *, is_causal: bool, dropout_p: float) -> Op:
-    """The same attention, forward or (with the end `_backward`) backward, by another kernel and without a mask."""
-    func, call = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention{end}").default, op.call
-    mask, settings = call.get("attn_bias"), {"dropout_p": dropout_p, "is_causal": is_causal}
+def operands_of(op: Op) -> Operands:
+    """q, k and v of a fused attention, forward or backward."""
+    q, k, v = op.inputs[1:4] if op.call.name.endswith("_backward") else op.inputs[:3]
+    return q, k, v
+
+
+def by_chosen_kernel(op: Op, device: Hardware, *, is_causal: bool) -> Op | None:
+    """The same attention, forward or backward, without a mask and by the kernel that CUDA would choose then; None where
+    there is none."""
+    call, dropout = op.call, op.call.argument("dropout_p")
+    try:
+        backend = backend_of(operands_of(op), device, is_causal=is_causal, dropout=dropout)
+    except NoKernelError:
+        return None
+    end = "_backward" if call.name.endswith("_backward") else ""
+    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention{end}").default
+    mask, settings = call.get("attn_bias"), {"dropout_p": dropout, "is_causal": is_causal}
     inputs = tuple(spec for spec in call.inputs if spec is not mask)
     return op._replace(call=dataclasses.replace(call, func=func, args=inputs, inputs=inputs, kwargs=settings))
 
 
 def dense(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> TensorSpec:
     return TensorSpec(shape, dense_strides(shape, channels_last=False), dtype, 0, 0, device)
+
+
+def dense_in(place: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+    """A dense tensor of this shape, at the start of a tensor's storage and of its type."""
+    return dense(shape, place.dtype, place.device)._replace(storage=place.storage)

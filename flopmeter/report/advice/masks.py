@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from flopmeter.as_cuda.attention import MASK_ALIGNMENT
 from flopmeter.records import Op, TensorSpec
-from flopmeter.report.advice.fused_attention import Bias, NoKernelError, dense
+from flopmeter.report.advice.fused_attention import Bias, NoKernelError, dense, dense_in
 from flopmeter.report.advice.rewrite import in_place_of
 from flopmeter.torch_names.operators import aten_overloads
 
@@ -63,9 +63,7 @@ def bias_for_kernel(
     if padded != whole:
         mask = places.made(aten_overloads.constant_pad_nd.default, (mask,), padded, (0, padded[-1] - whole[-1]), 0)
     if gradient is not None:
-        _sum_gradients(
-            dense(whole, gradient.dtype, gradient.device)._replace(storage=gradient.storage), part, padded, places_back
-        )
+        _sum_gradients(dense_in(gradient, whole), part, padded, places_back)
     strides = dense(padded, mask.dtype, mask.device).stride  # kernels want the keys innermost
     steps = tuple(step if size > 1 else 0 for size, step in zip(whole, strides, strict=True))
     return Bias(mask._replace(shape=sizes, stride=steps), gradient), places.taken | places_back.taken
@@ -86,8 +84,7 @@ def _sum_gradients(given: TensorSpec, part: tuple[int, ...], padded: tuple[int, 
         given = places.made(aten_overloads.constant_pad_nd.default, (inner,), whole, narrow, 0)
     if whole != part:
         parts = (whole[0] // part[0], *part)
-        read = dense(parts, given.dtype, given.device)._replace(storage=given.storage)
-        places.made(aten_overloads.sum.dim_IntList, (read,), part, (0,))
+        places.made(aten_overloads.sum.dim_IntList, (dense_in(given, parts),), part, (0,))
 
 
 def _whole(added: Sequence[TensorSpec], sizes: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -14,12 +14,13 @@ from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.autocast import policy_of
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
-from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_kernel
+from flopmeter.report.advice.fused_attention import by_chosen_kernel, operands_of
 from flopmeter.report.advice.gradients import fills_gradients
 from flopmeter.report.advice.math_attention import math_paths
 from flopmeter.report.advice.number_types import type_of_others
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import (
+    OF_WEIGHTS,
     are_in_torch,
     changed_call,
     in_place_of,
@@ -32,7 +33,6 @@ from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
 _CASTS = (aten._to_copy, aten.copy_, aten.clone)
-_WEIGHTS = ("parameters", "gradients", "optimizer state")
 
 
 @remedy
@@ -52,7 +52,7 @@ def wide_work(report: Report) -> Iterator[Proposal]:
     if narrow is None or not places:
         return
     touched = {number for index in places for number in trace.ops[index].storages}
-    touched = {number for number in touched if trace.storages[number].role not in _WEIGHTS}
+    touched = {number for number in touched if trace.storages[number].role not in OF_WEIGHTS}
 
     def narrowed(spec: TensorSpec, is_touched: object) -> TensorSpec:
         return spec._replace(dtype=narrow) if is_touched and spec.dtype is torch.float32 else spec
@@ -152,20 +152,15 @@ def masks_of_places(report: Report) -> Iterator[Proposal]:
     trace = trace_of(report)
     put_in = {}
     for index, op in enumerate(trace.ops):
-        end = "_backward" if op.call.name.endswith("_backward") else ""
         mask = op.call.get("attn_bias")
         if not isinstance(mask, TensorSpec) or trace.storages[op.storages[mask.storage]].role == "parameters":
             continue
-        q, k, v = op.call.inputs[1:4] if end else op.call.inputs[:3]
+        q, k, _ = operands_of(op)
         queries, keys = q.shape[-2], k.shape[-2]
         if queries != keys or queries == 1 or mask.distinct_elements != queries * keys:
             continue
-        dropout = op.call.argument("dropout_p")
-        try:
-            backend = backend_of((q, k, v), report.hardware, is_causal=True, dropout=dropout)
-        except NoKernelError:
-            continue
-        put_in[index] = with_kernel(op, backend, end, is_causal=True, dropout_p=dropout)
+        if (kernel := by_chosen_kernel(op, report.hardware, is_causal=True)) is not None:
+            put_in[index] = kernel
     if put_in and are_in_torch(put_in.values()):
         yield with_other_ops(
             report, "all pairs are computed, and a mask is read for them that all sequences share",

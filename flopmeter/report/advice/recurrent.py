@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.report.advice.fused_attention import dense
+from flopmeter.report.advice.fused_attention import dense_in
 from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import are_in_torch, in_place_of, is_view
 from flopmeter.report.report import Report
@@ -97,11 +97,11 @@ def _at_once(trace: Trace, loop: _Loop, mode: int) -> dict[int, Op]:
     at = next(gathers, loop.steps[-1])
     state, x, work = last.outputs[0], loop.inputs[0], last.outputs[-1]
     tokens = len(loop.steps), state.shape[0]
-    out = _laid((*tokens, state.shape[1]), trace.ops[at].outputs[0])
-    sequence = _laid((*tokens, x.shape[1]), x)
-    hidden = _laid((1, *state.shape), trace.ops[loop.steps[0]].inputs[2])
+    out = dense_in(trace.ops[at].outputs[0], (*tokens, state.shape[1]))
+    sequence = dense_in(x, (*tokens, x.shape[1]))
+    hidden = dense_in(trace.ops[loop.steps[0]].inputs[2], (1, *state.shape))
     cell = hidden if mode == 2 else None
-    reserve = _laid((tokens[0] * work.nbytes + mode % 2 * state.nbytes,), work)._replace(dtype=torch.uint8)
+    reserve = dense_in(work, (tokens[0] * work.nbytes + mode % 2 * state.nbytes,))._replace(dtype=torch.uint8)
     options = {
         "mode": mode, "hidden_size": state.shape[1], "proj_size": 0, "num_layers": 1, "batch_first": False,
         "dropout": 0.0, "train": True, "bidirectional": False, "batch_sizes": (), "dropout_state": None,
@@ -137,7 +137,7 @@ def _backward(
     while is_view(trace.ops[start - 1]) and trace.ops[start - 1].phase == "backward":
         start -= 1
     loop.dropped |= inside | set(range(start, cells[0]))
-    gradient = _laid(out.shape, trace.ops[cells[0]].inputs[0])
+    gradient = dense_in(trace.ops[cells[0]].inputs[0], out.shape)
     options = options | {"output": out, "grad_output": gradient, "grad_hy": None, "grad_cy": None, "reserve": reserve,
                          "output_mask": (wants_x, True, True, True)}  # fmt: skip
     made = given if wants_x else given[1:]
@@ -148,7 +148,3 @@ def _backward(
 
 def _is_of_backward(op: Op, module: str) -> bool:
     return op.phase == "backward" and op.module == module and op.packet in _OF_BACKWARD
-
-
-def _laid(shape: tuple[int, ...], where: TensorSpec) -> TensorSpec:
-    return dense(shape, where.dtype, where.device)._replace(storage=where.storage)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from flopmeter.costs.rules import in_one_piece
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.records.memory_format import dense_strides
 from flopmeter.report.advice.recurrent import LEAST_STEPS
 from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import is_dense, is_view, rebuilt
@@ -102,7 +102,7 @@ class _OneCall:
         shape = tuple(self._tokens if dim == self._time else size for dim, size in enumerate(spec.shape))
         if len(shape) != 3 or not is_dense(spec):
             return spec._replace(shape=shape)
-        return spec._replace(shape=shape, stride=dense_strides(shape, channels_last=False))
+        return in_one_piece(spec, shape)
 
     def _backward(self, made: set[int]) -> None:
         kept = {op.outputs[3].storage for op in self._ops}

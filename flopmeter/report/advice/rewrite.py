@@ -12,7 +12,11 @@ from torch._ops import OpOverload
 
 from flopmeter.records import Call, Op, TensorSpec, Trace
 from flopmeter.records.traces import rearranged
-from flopmeter.torch_names.operators import Absent
+from flopmeter.torch_names.operators import Absent, aten
+
+PRODUCTS = (aten.mm, aten.addmm)  # of linear layers, forward and backward
+CASTS = (aten._to_copy, aten.clone)
+OF_WEIGHTS = ("parameters", "gradients", "optimizer state")  # roles of storages
 
 Mark = Hashable
 """What a change needs to know of a storage."""
@@ -79,9 +83,7 @@ def in_place_of(
     place = {number: local for local, number in enumerate(numbers)}
 
     def local(value: Any) -> Any:
-        if isinstance(value, TensorSpec):
-            return value._replace(storage=place[value.storage])
-        return tuple(map(local, value)) if type(value) in (tuple, list) else value
+        return each_tensor(value, lambda spec: spec._replace(storage=place[spec.storage]))
 
     options = {name: local(value) for name, value in kwargs.items()}
     return op._replace(call=Call(func, local(args), options, local(read), local(made)), storages=numbers)
@@ -91,13 +93,18 @@ def rebuilt(op: Op, change: Callable[[TensorSpec], TensorSpec]) -> Op:
     """The op with its tensors changed. `change` gets each with the number of its storage in the trace."""
 
     def of(value: Any) -> Any:
-        if isinstance(value, TensorSpec):
-            return change(value._replace(storage=op.storages[value.storage]))
-        return tuple(map(of, value)) if type(value) is tuple else value
+        return each_tensor(value, lambda spec: change(spec._replace(storage=op.storages[spec.storage])))
 
     call = op.call
     kwargs = {name: of(value) for name, value in call.kwargs.items()}
     return in_place_of(op, call.func, of(call.args), kwargs, map(change, op.inputs), map(change, op.outputs))
+
+
+def each_tensor(value: Any, change: Callable[[TensorSpec], TensorSpec]) -> Any:
+    """The argument with its tensors changed, those in lists and tuples too."""
+    if isinstance(value, TensorSpec):
+        return change(value)
+    return tuple(each_tensor(part, change) for part in value) if type(value) in (tuple, list) else value
 
 
 def with_ops(

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.report.advice.fused_attention import dense
+from flopmeter.report.advice.fused_attention import dense_in
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of, with_other_ops
-from flopmeter.report.advice.rewrite import in_place_of, is_view, with_tensors
+from flopmeter.report.advice.rewrite import CASTS, PRODUCTS, in_place_of, is_view, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
 _DENSE_GRADIENTS = {aten.embedding_dense_backward: 1, aten._embedding_bag_backward: 1}  # place of the indices
-_PRODUCTS = (aten.mm, aten.addmm)
-_CASTS = (aten._to_copy, aten.clone)
 
 
 @remedy
@@ -66,9 +64,9 @@ def _only_looked_up(trace: Trace, sizes: dict[int, int]) -> dict[int, tuple[int,
             if spec.shape and spec.shape[0] in sizes and len(spec.shape) == 2 and spec.is_strided:
                 found[spec.storage] = spec.shape[0], sizes[spec.shape[0]]
         read = {tables[spec.storage] for spec in op.inputs for tables in (found, copied) if spec.storage in tables}
-        if op.packet in (*_PRODUCTS, aten.bmm):
+        if op.packet in (*PRODUCTS, aten.bmm):
             shared |= read
-        elif op.packet in (*_CASTS, aten.cat):
+        elif op.packet in (*CASTS, aten.cat):
             copied |= {spec.storage: table for spec in op.outputs for table in read}
     return {number: size for number, size in found.items() if size not in shared}
 
@@ -84,10 +82,10 @@ def one_hot_products(report: Report) -> Iterator[Proposal]:
         if op.packet is aten.scatter_ and op.call.get("value") == 1:
             ones[op.inputs[0].storage] = op.inputs[1], op.inputs[0].shape[-1]
             dropped |= {index, trace.storages[op.inputs[0].storage].born}
-        elif rows is not None and op.packet in _CASTS:
+        elif rows is not None and op.packet in CASTS:
             ones[op.outputs[0].storage] = rows
             dropped.add(index)
-        elif rows is not None and op.packet in _PRODUCTS:
+        elif rows is not None and op.packet in PRODUCTS:
             put_in[index] = _lookup(op, *rows, ones)
         elif rows is not None and not is_view(op):
             return  # something else reads them
@@ -104,7 +102,7 @@ def _lookup(op: Op, indices: TensorSpec, length: int, ones: dict[int, tuple[Tens
     out, (left, right) = op.outputs[0], op.inputs[-2:]
     other = right if left.storage in ones else left
     if left.shape[-1] == length:
-        table = dense((length, other.numel // length), other.dtype, other.device)._replace(storage=other.storage)
+        table = dense_in(other, (length, other.numel // length))
         return in_place_of(op, aten_overloads.embedding.default, (table, indices), {}, (table, indices), (out,))
     args = other, indices, length, -1, False
     return in_place_of(op, aten_overloads.embedding_dense_backward.default, args, {}, args[:2], (out,))

@@ -7,15 +7,13 @@ from itertools import pairwise, product
 
 import torch
 
+from flopmeter.costs.rules import in_one_piece
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.memory_format import dense_strides
 from flopmeter.report.advice.remedies import Proposal, has_backward, remedy, trace_of, with_other_ops
-from flopmeter.report.advice.rewrite import is_view, rebuilt
+from flopmeter.report.advice.rewrite import CASTS, PRODUCTS, is_view, rebuilt
 from flopmeter.report.report import Report
-from flopmeter.torch_names.operators import aten
 
-_PRODUCTS = (aten.mm, aten.addmm)
-_CASTS = (aten._to_copy, aten.clone)
 LEAST_UNREAD = 2  # times as many rows are made as are read
 
 
@@ -34,7 +32,7 @@ def unread_rows(report: Report) -> Iterator[Proposal]:
             put_in[index] = _cut(op, rows, kept)
         elif not is_view(op) and not rows.keys().isdisjoint(op.storages):
             put_in[index] = _cut(op, rows, [])
-    about = {index for index in put_in if trace.ops[index].packet in _PRODUCTS}
+    about = {index for index in put_in if trace.ops[index].packet in PRODUCTS}
     if about:
         yield with_other_ops(
             report, "of most rows that it makes nothing is read",
@@ -67,7 +65,7 @@ def _begins_with_product(trace: Trace, storage: int, found: dict[int, list[int]]
     if born < 0:
         return False
     op = trace.ops[born]
-    if op.packet in _PRODUCTS:
+    if op.packet in PRODUCTS:
         steps = {after - before for before, after in pairwise(found[storage])}
         return len(steps) <= 1 and LEAST_UNREAD * len(found[storage]) <= op.outputs[0].shape[0]
     return _goes_row_by_row(op, op.outputs[0]) and any(
@@ -78,7 +76,7 @@ def _begins_with_product(trace: Trace, storage: int, found: dict[int, list[int]]
 def _goes_row_by_row(op: Op, out: TensorSpec) -> bool:
     """Whether each row of the result, in one block, is made of the same row of the one operand."""
     return (
-        (op.packet in _CASTS or torch.Tag.pointwise in op.call.func.tags)
+        (op.packet in CASTS or torch.Tag.pointwise in op.call.func.tags)
         and not op.call.func._schema.is_mutable
         and len(op.inputs) == 1
         and op.inputs[0].shape == out.shape
@@ -95,7 +93,7 @@ def _rows_of(spec: TensorSpec, trace: Trace) -> set[int] | None:
     if not op.outputs:  # a compiled graph's memory, into which a Triton kernel writes first
         return None
     made = op.outputs[0]
-    if op.packet not in _PRODUCTS and not _goes_row_by_row(op, made):
+    if op.packet not in PRODUCTS and not _goes_row_by_row(op, made):
         return None
     size = made.shape[-1] if made.shape else 0
     is_of_rows = spec.shape[-1] == size and spec.stride[-1] == 1 and not any(step % size for step in spec.stride[:-1])
@@ -109,14 +107,14 @@ def _rows_of(spec: TensorSpec, trace: Trace) -> set[int] | None:
 
 def _cut(op: Op, rows: dict[int, list[int]], kept: list[int]) -> Op:
     """The op with tensors of only these rows; a product reads as many rows of its operand as it makes."""
-    is_product = op.packet in _PRODUCTS
+    is_product = op.packet in PRODUCTS
     left = op.inputs[-2] if is_product and kept else None
 
     def cut(spec: TensorSpec) -> TensorSpec:
         if spec.storage in rows:
             count = len(rows[spec.storage])
             shape = spec.shape if spec.numel == count * spec.shape[-1] else (count, spec.shape[-1])
-            return spec._replace(shape=shape, stride=dense_strides(shape, channels_last=False), offset=0)
+            return in_one_piece(spec, shape)._replace(offset=0)
         if left is not None and spec.storage == left.storage and spec.shape == left.shape:
             step = kept[1] - kept[0] if len(kept) > 1 else 1
             return spec._replace(shape=(len(kept), spec.shape[1]), stride=(spec.stride[0] * step, spec.stride[1]))

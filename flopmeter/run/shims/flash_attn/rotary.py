@@ -24,15 +24,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-class _Rotary(torch.autograd.Function):
+class Rotation(torch.autograd.Function):
+    """A kernel that rotates x, and the gradient back, by the same two tables."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+    def forward(ctx: Any, rotate: Any, x: Tensor, *tables: Tensor | None) -> Tensor:
+        ctx.rotate = rotate
+        ctx.save_for_backward(*tables)
+        rotated: Tensor = rotate(x, *tables)
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _rotate(gradient, *ctx.saved_tensors), None, None
+        return None, ctx.rotate(gradient, *ctx.saved_tensors), None, None
 
 
 def apply_rotary_emb(
@@ -44,7 +48,7 @@ def apply_rotary_emb(
     """
     _refuse_lengths(options.get("seqlen_offsets", 0))
     refuse("flash_attn", options, ("cu_seqlens",))
-    out = _Rotary.apply(x, cos, sin)
+    out = Rotation.apply(_rotate, x, cos, sin)
     return x.copy_(out) if inplace and not torch.is_grad_enabled() else out
 
 
@@ -55,13 +59,13 @@ class _RotaryWithin(torch.autograd.Function):
     def forward(ctx: Any, packed: Tensor, part: slice, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.part = part
         ctx.save_for_backward(cos, sin)
-        _Rotary.apply(packed[:, :, part].flatten(2, -2), cos, sin)
+        Rotation.apply(_rotate, packed[:, :, part].flatten(2, -2), cos, sin)
         ctx.mark_dirty(packed)
         return packed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        _Rotary.apply(grad[:, :, ctx.part].flatten(2, -2), *ctx.saved_tensors)
+        Rotation.apply(_rotate, grad[:, :, ctx.part].flatten(2, -2), *ctx.saved_tensors)
         return grad, None, None, None
 
 

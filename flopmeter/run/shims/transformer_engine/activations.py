@@ -58,12 +58,7 @@ def _activation(
     """The activation of [M, N], or of a gated [M, 2N]. `scheme` of the cast: "" for none, "one" scale, or "mx" for
     blocks in both directions."""
     out = x[:, : x.shape[1] // 2] if is_gated(name) else x
-    if scheme == "mx":
-        return (
-            casts.in_blocks(x, out.shape, scheme, dtype) + casts.in_blocks(x, out.shape[::-1], scheme, dtype) * columns
-        )
-    made = [x.new_empty(out.shape, dtype=dtype)]
-    made += [x.new_empty(out.shape[::-1], dtype=dtype)] * columns
+    made = casts.rows_and_columns(x, out.shape, scheme, dtype, columns)
     return [*made, x.new_empty(1, dtype=torch.float32)] if finds_largest else made
 
 
@@ -81,10 +76,7 @@ def _activation_gradient(
     gradient: Tensor, x: Tensor, name: str, scale: Tensor | None, scheme: str, dtype: torch.dtype, columns: bool
 ) -> list[Tensor]:
     """The gradient of x. If it is cast, also its sum over rows, which is the gradient of a bias."""
-    if scheme == "mx":
-        made = casts.in_blocks(x, x.shape, scheme, dtype) + casts.in_blocks(x, x.shape[::-1], scheme, dtype) * columns
-    else:
-        made = [x.new_empty(x.shape, dtype=dtype)] + [x.new_empty(x.shape[::-1], dtype=dtype)] * columns
+    made = casts.rows_and_columns(x, x.shape, scheme, dtype, columns)
     return [*made, x.new_empty(x.shape[-1:])] if scheme else made
 
 

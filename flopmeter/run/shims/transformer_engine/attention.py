@@ -18,8 +18,6 @@ from flopmeter.run.shims.transformer_engine.base import SavesNoScales, refuse, s
 from flopmeter.run.shims.transformer_engine.parallel import size_of
 from flopmeter.run.shims.transformer_engine.recompute import checkpoint
 
-MASKS = ("no_mask", "causal", "padding", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
-
 
 @kernel("te_attention", lambda call: forward_cost(call, call.argument("library")))
 def _forward(

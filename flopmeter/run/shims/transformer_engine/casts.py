@@ -78,8 +78,7 @@ def _cast_cost(call: Call) -> Cost | tuple[Cost, ...]:
 @kernel("te_cast", _cast_cost)
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, columns: bool, bias_gradient: bool) -> list[Tensor]:
     """[M, N] with one scale: rows, columns if asked for, the sum over rows if asked for."""
-    made = [x.new_empty(x.shape, dtype=dtype)]
-    made += [x.new_empty(x.shape[::-1], dtype=dtype)] * columns
+    made = rows_and_columns(x, x.shape, "one", dtype, columns)
     return [*made, x.new_empty(x.shape[-1:])] if bias_gradient else made
 
 
@@ -105,6 +104,15 @@ def in_blocks(x: Tensor, shape: tuple[int, ...], scheme: str, dtype: torch.dtype
     """A matrix of that shape and its scales."""
     rows, depth = shape
     return [x.new_empty((rows, depth // packing(dtype)), dtype=dtype), scales_of(x, rows, depth, scheme)]
+
+
+def rows_and_columns(x: Tensor, shape: tuple[int, ...], scheme: str, dtype: torch.dtype, columns: bool) -> list[Tensor]:
+    """The rows of a matrix of that shape, on the device of x, and its columns if asked for. Those of scheme "mx" have
+    scales."""
+    shapes = [shape, shape[::-1]] if columns else [shape]
+    if scheme == "mx":
+        return [part for each in shapes for part in in_blocks(x, each, scheme, dtype)]
+    return [x.new_empty(each, dtype=dtype) for each in shapes]
 
 
 @kernel("te_cast_blocks", _cast_cost)

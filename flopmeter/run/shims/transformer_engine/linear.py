@@ -25,8 +25,7 @@ class LayerCall(NamedTuple):
     split: WeightSplit
     dtype: torch.dtype
     is_training: bool  # the backward pass will come
-    normalizes: bool = False
-    returns_normed: bool = False
+    returns_normed: bool
 
 
 def prepared(
@@ -202,7 +201,7 @@ class Linear(EngineLayer):
         dtype, split = activation_dtype(x), self.split
         call = LayerCall(
             self, WeightUse(self, "weight", weight, is_first_microbatch), caster_of(self, split), split, dtype,
-            torch.is_grad_enabled(), self.normalization is not None, self.return_layernorm_output,
+            torch.is_grad_enabled(), self.return_layernorm_output,
         )  # fmt: skip
         added = bias if self.apply_bias and not self.adds_bias_later else None
         out = Linearly.apply(x, *self.norm(dtype), weight, added, call)

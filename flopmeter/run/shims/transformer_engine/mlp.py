@@ -144,7 +144,7 @@ class LayerNormMLP(EngineLayer):
             returns = self.return_layernorm_output and not calls
             is_training = torch.is_grad_enabled()
             caster = caster_of(self, split)
-            calls.append(LayerCall(self, weight, caster, split, dtype, is_training, not calls, returns))
+            calls.append(LayerCall(self, weight, caster, split, dtype, is_training, returns))
         bias2 = self.fc2_bias if self.apply_bias and not self.set_parallel_mode else None
         out = _Mlp.apply(
             x, *self.norm(dtype), self.fc1_weight, self.fc1_bias, self.fc2_weight, bias2, *calls, self.activation

@@ -3,13 +3,12 @@ sin and cos of the angles itself."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from flopmeter.costs import make_cost
 from flopmeter.records import ELEMENTWISE, Call, Cost
+from flopmeter.run.shims.flash_attn.rotary import Rotation
 from flopmeter.run.shims.kernel import kernel
 from flopmeter.run.shims.transformer_engine.base import refuse
 
@@ -27,17 +26,6 @@ def _rotate(x: Tensor, angles: Tensor, starts: Tensor | None) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-class _RotateHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, angles: Tensor, starts: Tensor | None) -> Tensor:
-        ctx.save_for_backward(angles, starts)
-        return _rotate(x, angles, starts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _rotate(gradient, *ctx.saved_tensors), None, None
-
-
 def apply_rotary_pos_emb(
     t: Tensor,
     freqs: Tensor,
@@ -52,7 +40,7 @@ def apply_rotary_pos_emb(
     """`t` ends in heads and head size; `freqs` are [length, 1, 1, what is rotated]. (The way that is not fused has the
     kernel's shapes too.)"""
     refuse({"start_positions": start_positions is not None})
-    return _RotateHeads.apply(t, freqs, cu_seqlens)
+    return Rotation.apply(_rotate, t, freqs, cu_seqlens)
 
 
 class RotaryPositionEmbedding(nn.Module):
