@@ -38,7 +38,7 @@ from flopmeter.timing import attention_kernels
 # Speed of FlashAttention-1 in Triton as a share of FlashAttention-2's. Causal, forward and backward, at head dimension
 # 128 it reaches 104 to 112 TFLOP/s on A100 and 170 on H100 (issue 15 of this project), where FlashAttention-2 is priced
 # at 157 to 173 and 285 to 307 (lengths of 4,096 to 16,384).
-TRITON_SPEED = {"a100_40gb": 0.65, "a100_80gb": 0.65, "h100_80gb": 0.57}
+TRITON_SPEED = {"a100_40gb": 0.65, "a100_80gb": 0.65, "h100_80gb": 0.55}
 
 METRICS = 2  # cross entropy and perplexity
 
