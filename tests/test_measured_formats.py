@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flopmeter
-from flopmeter.measured.kineto import OpEvent, OpInputs, Span
+from flopmeter.measured.kineto import DeviceEvent, OpEvent, OpInputs, Span
 from flopmeter.measured.rebuild import NotRebuilt, arguments_of
 
 TRACES = Path(__file__).parent.parent / "validation" / "traces"
@@ -271,3 +271,34 @@ def test_numbers_are_read_as_python_writes_them_and_tensors_as_far_as_they_reach
     unknown = told._replace(concrete=("", "nobody knows"))
     with pytest.raises(NotRebuilt, match="no overload takes"):
         arguments_of(OpEvent("aten::clamp_min", Span(0, 1), unknown), torch.float32)
+
+
+JOINS = "void at::native::CatArrayBatchedCopy_vectorized<at::native::OpaqueType<{}u>, unsigned int, 3, 128>(char*)"
+MULTIPLIES = "void at::native::multi_tensor_apply_kernel<at::native::BinaryOpScalarFunctor<{}, 1, 1, 0>, float>(int)"
+
+
+@pytest.mark.parametrize(
+    ("op", "others", "kernel", "dtype"),
+    [
+        ("aten::cat", [("Scalar", (), (), "0")], JOINS.format(2), torch.bfloat16),  # or any of two bytes
+        ("aten::cat", [("Scalar", (), (), "0")], JOINS.format(4), torch.float32),
+        ("aten::_foreach_mul_", [("Scalar", (), (), "2.")], MULTIPLIES.format("c10::Half"), torch.float16),
+        ("aten::_foreach_mul_", [("Scalar", (), (), "2.")], MULTIPLIES.format("float"), torch.float32),
+        ("aten::cat", [("Scalar", (), (), "0")], "a_kernel_of_another_library", torch.float64),
+    ],
+)
+def test_the_names_of_kernels_tell_the_type_of_tensors_in_lists(op, others, kernel, dtype):
+    """Else it is the one that the trace has most of, which the report says."""
+    types, dims, strides, concrete = zip(("TensorList", ((4, 8), (4, 8)), ((8, 1), (8, 1)), ""), *others, strict=True)
+    launched = [DeviceEvent(kernel, False, Span(0, 1))]
+    event = OpEvent(op, Span(0, 1), OpInputs(types, dims, strides, concrete), launched=launched)
+    call = arguments_of(event, torch.float64)
+    assert {tensor.dtype for tensor in call.args[0]} == {dtype}
+    assert call.assumes_dtype == (dtype is torch.float64)
+
+
+def test_joins_of_16_bits_take_the_measured_time_among_ops_of_32():
+    rows = [row for row in flopmeter.check(TRACES / "h100_kernels_pointwise.json.gz").rows if row.name == "cat"]
+    assert len(rows) == 3
+    for row in rows:
+        assert row.predicted_seconds == pytest.approx(row.measured_seconds, rel=0.07)

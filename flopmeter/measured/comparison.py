@@ -152,7 +152,7 @@ class _Pricer:
         is_staged = _is_staged(launched)
         is_tf32 = any(sign in one.name.lower() for one in launched for sign in _SIGNS_OF_TF32)
         ran = _library_kernel(one.name for one in launched)
-        key = (event.name, event.inputs, is_staged, is_tf32, ran)
+        key = (event.name, event.inputs, rebuild.type_in_lists(event), is_staged, is_tf32, ran)
         if key not in self._known:
             self._known[key] = self._predicted(event, is_staged, is_tf32, ran)
         nanoseconds = self._measured(event)
@@ -254,7 +254,7 @@ class _Pricer:
         if self._assumed_dtype:
             names = ", ".join(sorted(self._assumed_dtype))
             dtype = str(self._dtype_in_lists).removeprefix("torch.")
-            yield f"assumed: the tensors in the lists of {names} are {dtype}; a trace does not tell their types"
+            yield f"assumed: the tensors in the lists of {names} are {dtype}; the trace does not tell their types"
         if any(key[1] is not None and key[1].strides is None for key, _ in self._predictions()):
             yield "assumed: tensors are contiguous; this trace, from an old profiler, has no strides"
         if any(key[1] is not None and key[1].concrete is None for key, _ in self._predictions()):

@@ -4,6 +4,7 @@ with the sizes and strides in the profile. What the tracer records then is price
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -36,6 +37,14 @@ _NUMBER = ("NumberType", "FloatType")
 _WHOLE_NUMBER = ("IntType", "SymIntType", "ScalarTypeType", "LayoutType", "MemoryFormatType", *_NUMBER)
 _BOOL = ("BoolType", *_NUMBER[:1])
 
+
+# `CatArrayBatchedCopy<OpaqueType<2u>, ...>`, `multi_tensor_apply_kernel<..., BinaryOpScalarFunctor<float, 1, 1>, ...>`.
+_TYPES_OF_KERNELS = {
+    "OpaqueType<1u>": torch.uint8, "OpaqueType<2u>": torch.bfloat16, "OpaqueType<4u>": torch.float32,
+    "OpaqueType<8u>": torch.int64, "Functor<float": torch.float32, "Functor<double": torch.float64,
+    "Functor<c10::BFloat16": torch.bfloat16, "Functor<c10::Half": torch.float16,
+}  # fmt: skip
+_TYPES_IN_NAMES = re.compile(f"({'|'.join(map(re.escape, _TYPES_OF_KERNELS))})")
 
 # Lists of numbers that an older trace leaves out but that follow from the shapes of the op's tensors, by parameter.
 _UNTOLD: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
@@ -85,6 +94,15 @@ def commonest_float(roots: Iterable[OpEvent]) -> torch.dtype:
     return max((dtype for dtype in counts if dtype.is_floating_point), key=counts.__getitem__, default=torch.float32)
 
 
+def type_in_lists(event: OpEvent) -> torch.dtype | None:
+    """The type of the tensors in the op's lists by the names of the kernels that it launched; None if they do not tell
+    or it has no list. Of kernels that only copy they tell the size of an element, which is all that counts there."""
+    if event.inputs is None or "TensorList" not in event.inputs.types:
+        return None
+    found = (_TYPES_IN_NAMES.search(kernel.name) for kernel in event.all_launched())
+    return next((_TYPES_OF_KERNELS[name.group(1)] for name in found if name), None)
+
+
 def _tensor_types(event: OpEvent) -> Iterator[str]:
     if event.inputs:
         traced = zip(event.inputs.types, event.inputs.dims, strict=True)
@@ -119,7 +137,7 @@ def is_frame(event: OpEvent) -> bool:
 
 def arguments_of(event: OpEvent, dtype_in_lists: torch.dtype) -> RebuiltCall:
     """The overload and its arguments, with tensors on meta. No trace has the dtype of tensors in a list: it is taken
-    from the op's other tensors, or else from `dtype_in_lists`.
+    from the op's other tensors, or from its kernels, or else from `dtype_in_lists`.
 
     Raises NotRebuilt if the trace does not say enough.
     """
@@ -133,7 +151,10 @@ def arguments_of(event: OpEvent, dtype_in_lists: torch.dtype) -> RebuiltCall:
     if any(traced.kind == "TensorList" and not traced.dims for traced in _columns(event.inputs)):
         which = "tensors in lists" if event.inputs.strides is None else f"lists of more than {LONGEST_LIST} tensors"
         raise NotRebuilt(f"the trace leaves out {which}")
-    best = _best(packet, event.inputs, dtype_in_lists)
+    told = type_in_lists(event)
+    best = _best(packet, event.inputs, told or dtype_in_lists)
+    if best is not None and told is not None:
+        best = best._replace(assumes_dtype=False)
     if best is None:
         raise NotRebuilt("no overload takes what the trace tells of the arguments")
     return best
