@@ -23,7 +23,8 @@ def heads_first(*, kv_heads: int = H, dv: int = DV) -> tuple[torch.Tensor, ...]:
 
 
 def out(dv: int = DV) -> torch.Tensor:
-    return meta(B, H, SQ, dv)
+    """Tokens lie whole, as the library writes and reads them without a copy."""
+    return meta(B, SQ, H, dv).transpose(1, 2)
 
 
 def cost_of(call: Call) -> Cost:

@@ -25,6 +25,7 @@ from flopmeter.ask.plan.blocks import Blocks
 from flopmeter.ask.plan.compose import Bound, SplitWork, compose, layers_by_stage
 from flopmeter.ask.plan.layers import LayerCosts, PartCost, PassCost, meter_layers
 from flopmeter.ask.plan.memory import RankMemory, memory_of
+from flopmeter.ask.plan.optimizer_costs import OptimizerCost, OptimizerCosts
 from flopmeter.ask.plan.picture import split_bars
 from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.schedules import most_in_flight, order_of
@@ -46,6 +47,7 @@ FREE_LINK = Link(name="free", transport="nvlink", bandwidth_gb_per_s=1e5, achiev
 FREE = Cluster(name="free", title="free links", gpus_per_node=64, start_us=0.0, intra=FREE_LINK)
 SMALL = LlamaConfig(layers=3, width=2048, heads=16, kv_heads=8, hidden=5632, vocabulary=32000)
 PLAIN = Split(dp=1, fsdp=1, tp=1, cp=1, pp=1, ep=1, microbatch=1, recompute="none", schedule="none")
+NO_STEP = OptimizerCost(0.0, 0.0, 0.0, 0.0)
 ONE_GPU = {"tp": 1, "cp": 1, "pp": 1}
 
 
@@ -58,7 +60,7 @@ def costs_by_hand(forward: float, backward: float, parameters: int = 0, activati
     nothing = PartCost(PassCost(), PassCost(), 0)
     kept = Blocks((activations, 2 * parameters), (0,), (~0, 1), gradients=frozenset({1}))
     layer = PartCost(pass_of(forward), pass_of(backward), parameters, kept)
-    return LayerCosts({0: layer}, nothing, nothing, 0, 0.0, 0.0, (), ())
+    return LayerCosts({0: layer}, nothing, nothing, 0, NO_STEP, (), ())
 
 
 def work(split: Split, costs: LayerCosts, layers: int, microbatches: int, cluster: Cluster = FREE) -> SplitWork:
@@ -222,7 +224,7 @@ def test_groups_of_a_split_are_those_of_torchs_mesh():
 
 @cache
 def layers_of(split: Split) -> LayerCosts:
-    return meter_layers(subject_of(SMALL), Where(8192, H100, DGX, "eager", {}), split.shape)
+    return meter_layers(subject_of(SMALL), OptimizerCosts(Where(8192, H100, DGX, "eager", {})), split.shape)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,7 @@ def test_the_next_microbatch_finds_no_buffer_of_the_last_ones_gradients():
     split = replace(PLAIN, fsdp=4, recompute="full")
     subject = subject_of(replace(SMALL, vocabulary=128256))
     whole = meter_whole(subject, Where(8192, H100, DGX, "eager", {}), (split, 2))
-    costs = meter_layers(subject, Where(8192, H100, DGX, "eager", {}), split.shape)
+    costs = meter_layers(subject, OptimizerCosts(Where(8192, H100, DGX, "eager", {})), split.shape)
     use = memory_of(work(split, costs, SMALL.layers, 2, DGX))
     assert use.peak_bytes == pytest.approx(whole.memory.peak_bytes, rel=0.01)
 
@@ -280,7 +282,7 @@ def test_parameters_that_are_not_trained_have_no_gradients_and_no_state(fsdp, mi
     """Beside torch's own FSDP2."""
     split = replace(PLAIN, fsdp=fsdp, gather=gather)
     subject = subject_of(adapted_llama)
-    costs = meter_layers(subject, Where(8192, H100, DGX, "eager", {}), split.shape)
+    costs = meter_layers(subject, OptimizerCosts(Where(8192, H100, DGX, "eager", {})), split.shape)
     whole = meter_whole(subject, Where(8192, H100, DGX, "eager", {}), (split, microbatches))
     step = work(split, costs, SMALL.layers, microbatches, DGX)
     assert compose(step).seconds == pytest.approx(whole.seconds, rel=0.08)
@@ -308,7 +310,7 @@ def mixture(width: int = 512, layers: int = 3) -> Any:
 @cache
 def layers_of_mixture(ep: int) -> LayerCosts:
     shape = Shape(1, 1, ep, 8, "none")
-    return meter_layers(subject_of(mixture()), Where(2048, H100, DGX, "eager", {}), shape)
+    return meter_layers(subject_of(mixture()), OptimizerCosts(Where(2048, H100, DGX, "eager", {})), shape)
 
 
 def test_experts_over_ranks_do_the_same_work_with_a_part_of_the_parameters():

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 from flopmeter import FlopMeter, load_hardware, plan  # noqa: E402
 from flopmeter.ask.plan import PlanError  # noqa: E402
 from flopmeter.ask.plan.layers import few_layers, meter_layers  # noqa: E402
+from flopmeter.ask.plan.optimizer_costs import OptimizerCosts  # noqa: E402
 from flopmeter.ask.plan.program import Where  # noqa: E402
 from flopmeter.ask.plan.splits import Shape  # noqa: E402
 from flopmeter.ask.plan.subject import subject_of  # noqa: E402
@@ -52,7 +53,9 @@ def test_a_rank_holds_its_part_of_a_tied_embedding_once():
     """Gemma's head is its embedding, [4000, 256], of which each of two ranks has 2,000 rows. Norms are whole."""
     config = transformers.GemmaConfig(**SMALL, head_dim=32, tie_word_embeddings=True)
     subject, device = subject_of(config), load_hardware(H100)
-    costs = meter_layers(subject, Where(64, device, cluster_of(device, None), "eager", {}), Shape(2, 1, 1, 1, "none"))
+    costs = meter_layers(
+        subject, OptimizerCosts(Where(64, device, cluster_of(device, None), "eager", {})), Shape(2, 1, 1, 1, "none")
+    )
     layer = 256 * 32 * (8 + 4 + 4 + 8) + 3 * 256 * 512
     assert costs.before.parameters == 2000 * 256
     assert costs.layers[0].parameters == layer / 2 + 2 * 256
@@ -212,7 +215,7 @@ def test_the_embeddings_of_a_pipelines_first_stage_are_those_that_run_before_its
     config = transformers.GPT2Config(n_embd=256, n_head=8, n_layer=4, vocab_size=4000, n_positions=1024)
     device = load_hardware(H100)
     where = Where(64, device, cluster_of(device, None), "eager", {})
-    costs = meter_layers(subject_of(config), where, Shape(1, 1, 1, 1, "none"))
+    costs = meter_layers(subject_of(config), OptimizerCosts(where), Shape(1, 1, 1, 1, "none"))
     assert costs.before.parameters == (4000 + 1024) * 256
     assert costs.after.parameters == 2 * 256  # its head is tied; the last norm is not
 
@@ -280,7 +283,7 @@ def test_the_last_stage_has_a_copy_of_an_embedding_that_is_tied_to_its_head(stag
     config = transformers.GemmaConfig(**SMALL, head_dim=32, tie_word_embeddings=True)
     device = load_hardware(H100)
     where = Where(64, device, cluster_of(device, None), "eager", {})
-    costs = meter_layers(subject_of(config), where, Shape(1, 1, 1, 1, "none"))
+    costs = meter_layers(subject_of(config), OptimizerCosts(where), Shape(1, 1, 1, 1, "none"))
     costs = costs.in_stages if stages > 1 else costs
     assert costs.before.parameters == 4000 * 256
     assert costs.after.parameters == 256 + (stages - 1) * 4000 * 256

@@ -16,6 +16,7 @@ from flopmeter.ask.plan.blocks import Blocks
 from flopmeter.ask.plan.compose import SplitWork, compose
 from flopmeter.ask.plan.layers import LayerCosts, PartCost, PassCost, meter_layers
 from flopmeter.ask.plan.memory import RankMemory, least_bytes, memory_of
+from flopmeter.ask.plan.optimizer_costs import OptimizerCost, OptimizerCosts
 from flopmeter.ask.plan.program import Where, backward, split_layers
 from flopmeter.ask.plan.splits import Shape
 from flopmeter.ask.plan.subject import subject_of, tokens_of
@@ -29,6 +30,7 @@ H100 = load_hardware("h100-sxm5-80gb")
 BANDWIDTH = 0.91 * 3350e9
 ONE = Split(dp=1, fsdp=1, tp=1, cp=1, pp=1, ep=1, microbatch=1, recompute="none", schedule="none")
 NOTHING = PartCost(PassCost(), PassCost(), 0)
+NO_STEP = OptimizerCost(0.0, 0.0, 0.0, 0.0)
 
 
 def links(gpus_per_node: int) -> Cluster:
@@ -38,7 +40,7 @@ def links(gpus_per_node: int) -> Cluster:
 
 
 def work(split: Split, layer: PartCost, layers: int, microbatches: int, gpus_per_node: int = 8, **costs) -> SplitWork:
-    every = LayerCosts({0: layer}, NOTHING, NOTHING, 0, 0.0, 0.0, (), ())._replace(**costs)
+    every = LayerCosts({0: layer}, NOTHING, NOTHING, 0, NO_STEP, (), ())._replace(**costs)
     batch = microbatches * split.microbatch * split.replicas
     return SplitWork(split, [0] * layers, every, batch, H100, links(gpus_per_node))
 
@@ -80,7 +82,7 @@ def test_gradients_of_each_microbatch_but_the_first_are_added(shards: int, micro
     numel, trained = 4e9, 3e9
     layer = PartCost(PassCost(), PassCost(), int(numel), frozen_parameters=int(numel - trained))
     split = replace(ONE, fsdp=shards, gather="step")
-    step = compose(work(split, layer, 2, microbatches, optimizer_seconds_per_parameter=1e-12))
+    step = compose(work(split, layer, 2, microbatches, optimizer=NO_STEP._replace(seconds_per_parameter=1e-12)))
     added = (6 * (microbatches - 1), (2 + 4 + (2 + 8) * (microbatches - 1)) * (microbatches > 1))[shards - 1] * trained
     copied = (4 * numel + 6 * trained) * (shards > 1)
     expected = 2 * (added + copied) / BANDWIDTH + 2 * trained / shards * 1e-12
@@ -93,7 +95,7 @@ def test_experts_are_gathered_by_the_ranks_that_have_the_same_ones(frozen: int) 
     two bytes of each twice, scattered four of those that are trained, one after the other as nothing is computed."""
     layer = PartCost(PassCost(), PassCost(), 6_000_000_000, expert_parameters=2_000_000_000, frozen_parameters=frozen)
     split = replace(ONE, fsdp=4, ep=2)
-    each = work(split, layer, 1, 1, optimizer_seconds_per_parameter=1e-12)
+    each = work(split, layer, 1, 1, optimizer=NO_STEP._replace(seconds_per_parameter=1e-12))
     step, share = compose(each), 1 - frozen / 6e9
 
     def seconds(kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:
@@ -145,7 +147,7 @@ def test_a_compiled_layer_waits_for_each_collective_of_tensor_parallelism_and_co
     config = LlamaConfig(layers=2, width=2048, heads=16, kv_heads=8, hidden=5632, vocabulary=1000)
     cluster = load_cluster("dgx-h100")
     where = Where(2048, H100, cluster, "compiled", {})
-    layer = meter_layers(subject_of(partial(Llama, config)), where, Shape(8, 1, 1, 1, "none")).layers[0]
+    layer = meter_layers(subject_of(partial(Llama, config)), OptimizerCosts(where), Shape(8, 1, 1, 1, "none")).layers[0]
     seconds = sum(
         price_collective(Collective(kind, 2048 * 2048 * 2, tuple(range(8))), cluster).seconds
         for kind in ("all_gather", "reduce_scatter")
@@ -201,3 +203,14 @@ def test_selective_recomputation_repeats_the_second_the_fourth_and_the_sixth_pro
             backward(subject, model, mesh, tokens_of(model, 1, tokens))
     again = [kernel.cost.macs for kernel in meter.report().kernels if kernel.op.phase == "recompute"]
     assert sum(again) == config.layers * tokens * 256 * (128 + 256 + 640)
+
+
+def test_splits_that_differ_in_microbatches_and_recomputation_share_the_step_of_the_optimizer() -> None:
+    """It steps the same shards; half of a layer's under tensor parallelism of two has a step of its own."""
+    subject = subject_of(LlamaConfig(layers=2, width=64, heads=4, kv_heads=4, hidden=128, vocabulary=256))
+    optimizers = OptimizerCosts(Where(64, H100, load_cluster("dgx-h100"), "eager", {}))
+    shapes = Shape(1, 1, 1, 1, "none"), Shape(1, 1, 1, 2, "full"), Shape(2, 1, 1, 1, "none")
+    plain, recomputed, halved = (meter_layers(subject, optimizers, shape).optimizer for shape in shapes)
+    assert recomputed is plain
+    assert halved is not plain
+    assert halved.bytes_per_parameter == pytest.approx(plain.bytes_per_parameter, rel=0.1)

@@ -11,6 +11,7 @@ from torch import nn
 from flopmeter import FlopMeter, PlanError, plan
 from flopmeter.ask.plan.fp8 import in_fp8
 from flopmeter.ask.plan.layers import LayerCosts, meter_layers
+from flopmeter.ask.plan.optimizer_costs import OptimizerCosts
 from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.splits import Shape
 from flopmeter.ask.plan.subject import subject_of
@@ -26,7 +27,7 @@ LENGTH = 4096
 
 def layer_of(config: LlamaConfig, fp8: bool, tp: int = 1) -> LayerCosts:
     shape = Shape(tp, 1, 1, 1, "none")
-    return meter_layers(subject_of(config, fp8=fp8), Where(LENGTH, H100, DGX, "compiled", {}), shape)
+    return meter_layers(subject_of(config, fp8=fp8), OptimizerCosts(Where(LENGTH, H100, DGX, "compiled", {})), shape)
 
 
 @pytest.mark.parametrize("tp", [1, 8])

@@ -17,6 +17,7 @@ from flopmeter.ask.plan.blocks import Blocks
 from flopmeter.ask.plan.compose import SplitWork
 from flopmeter.ask.plan.layers import LayerCosts, PartCost, PassCost, meter_layers
 from flopmeter.ask.plan.memory import RankMemory, memory_of
+from flopmeter.ask.plan.optimizer_costs import OptimizerCost, OptimizerCosts
 from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.subject import subject_of
 from flopmeter.device.cluster import load_cluster
@@ -34,14 +35,13 @@ DEEP = replace(CONFIG, layers=8)
 H100, DGX = load_hardware("h100-sxm5-80gb"), load_cluster("dgx-h100")
 NUMEL = 100_000_000
 NOTHING = PartCost(PassCost(), PassCost(), 0)
+NO_STEP = OptimizerCost(0.0, 0.0, 0.0, 0.0)
 GRADIENT = Blocks((2 * NUMEL,), (), (0,), frozenset({0}))
-BY_HAND = LayerCosts(
-    {0: PartCost(PassCost(1.0), PassCost(2.0), NUMEL, GRADIENT)}, NOTHING, NOTHING, 0, 0.0, 0.0, (), ()
-)
+BY_HAND = LayerCosts({0: PartCost(PassCost(1.0), PassCost(2.0), NUMEL, GRADIENT)}, NOTHING, NOTHING, 0, NO_STEP, (), ())
 
 
 def costs(split: Split, build: object = CONFIG, mode: Any = "eager") -> LayerCosts:
-    return meter_layers(subject_of(build), Where(LENGTH, H100, DGX, mode, {}), split.shape)
+    return meter_layers(subject_of(build), OptimizerCosts(Where(LENGTH, H100, DGX, mode, {})), split.shape)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -10,6 +10,7 @@ from flopmeter import PlanError, Split, plan
 from flopmeter.ask.plan.compose import SplitWork, compose
 from flopmeter.ask.plan.layers import LayerCosts, meter_layers
 from flopmeter.ask.plan.memory import memory_of
+from flopmeter.ask.plan.optimizer_costs import OptimizerCosts
 from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.splits import Shape
 from flopmeter.ask.plan.subject import subject_of
@@ -41,7 +42,7 @@ def deepseek() -> Any:
 
 def layers_of(config: Any, tp: int, ep: int) -> LayerCosts:
     shape = Shape(tp, 1, ep, SEQUENCES, "none")
-    return meter_layers(subject_of(config), Where(LENGTH, H100, DGX, "eager", {}), shape)
+    return meter_layers(subject_of(config), OptimizerCosts(Where(LENGTH, H100, DGX, "eager", {})), shape)
 
 
 @pytest.mark.parametrize("ep", [1, 4])

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from flopmeter import FlopMeter
 from flopmeter.ask.plan.layers import meter_layers
+from flopmeter.ask.plan.optimizer_costs import OptimizerCosts
 from flopmeter.ask.plan.overlap import hidden_seconds
 from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.splits import Shape
@@ -63,7 +64,7 @@ def test_no_more_is_hidden_than_is_waited_for(style: ColwiseParallel | RowwisePa
 def test_a_layer_waits_less_and_computes_as_much():
     config = LlamaConfig(layers=2, width=2048, heads=16, kv_heads=8, hidden=5632, vocabulary=32000)
     h100 = load_hardware("h100-sxm5-80gb")
-    job = subject_of(config), Where(8192, h100, DGX, "eager", {}), Shape(4, 1, 1, 1, "none")
+    job = subject_of(config), OptimizerCosts(Where(8192, h100, DGX, "eager", {})), Shape(4, 1, 1, 1, "none")
     waits, hides = (meter_layers(*job, async_tp=async_tp).layers[0] for async_tp in (False, True))
     for way in ("forward", "backward"):
         one, other = getattr(waits, way), getattr(hides, way)

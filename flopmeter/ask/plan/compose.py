@@ -196,13 +196,13 @@ class _RankOfSplit:
         self._compute(self._optimizer(), tuple(self._scatters))
 
     def _optimizer(self) -> PassCost:
-        costs = self._work.costs
+        cost = self._work.costs.optimizer
         numel = sum(self._work.trained_numel(part) for parts in self._chunks for part in parts)
         tensors = sum(part.trained_tensors for parts in self._chunks for part in parts)
-        step, each = costs.optimizer_host_seconds
         groups = 1 + (self._split.ep > 1)  # torch's lists of DTensors are of one mesh, and experts have another
         return PassCost(
-            memory_seconds=costs.optimizer_seconds_per_parameter * numel, host_seconds=step * groups + each * tensors
+            memory_seconds=cost.seconds_per_parameter * numel,
+            host_seconds=cost.host_seconds * groups + cost.host_seconds_per_tensor * tensors,
         )
 
     def _cost(self, part: PartCost, kind: PassKind) -> PassCost:

@@ -9,19 +9,16 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from flopmeter.ask.plan.blocks import Blocks, blocks_of
 from flopmeter.ask.plan.experts import experts_of, with_routing
 from flopmeter.ask.plan.fp8 import fp8_numel
+from flopmeter.ask.plan.optimizer_costs import OptimizerCost, OptimizerCosts
 from flopmeter.ask.plan.overlap import hidden_seconds
 from flopmeter.ask.plan.program import (
     PARAMETERS,
     Where,
     backward,
-    give_gradients,
-    optimizer_step,
     split_layers,
     without_gradients,
 )
@@ -111,11 +108,9 @@ class LayerCosts(NamedTuple):
     before: PartCost
     after: PartCost
     boundary_bytes: int  # of what one layer hands to the next: a message between stages
-    optimizer_seconds_per_parameter: float  # of a shard
-    optimizer_bytes_per_parameter: float  # that its step takes for itself
+    optimizer: OptimizerCost
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
-    optimizer_host_seconds: tuple[float, float] = (0.0, 0.0)  # of its step, and for each of its tensors besides
     after_alone: PartCost | None = None  # `after` on another stage than `before`, with the parameters that both have
 
     @property
@@ -128,16 +123,18 @@ class LayerCosts(NamedTuple):
         return part is self.before or part is self.after
 
 
-def try_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool = False) -> LayerCosts | str:
+def try_layers(
+    subject: Subject, optimizer_costs: OptimizerCosts, shape: Shape, *, async_tp: bool = False
+) -> LayerCosts | str:
     """The same as `meter_layers`, or in words why the model does not run in this shape: plans for tensor parallelism
     that transformers never tried end in all kinds of errors."""
     try:
-        return meter_layers(subject, where, shape, async_tp=async_tp)
+        return meter_layers(subject, optimizer_costs, shape, async_tp=async_tp)
     except (PlanError, *_TELLING):
         raise
     except _ERRORS_OF_MODELS as error:
         if shape.runs_as_written:
-            how = _CASTS_PARAMETERS if _runs_in_fp32(subject, where) else ""
+            how = _CASTS_PARAMETERS if _runs_in_fp32(subject, optimizer_costs.where) else ""
             raise PlanError(f"{subject.name} does not run{how}: {in_words(error)}") from error
         return in_words(error)
 
@@ -158,18 +155,20 @@ def _runs_in_fp32(subject: Subject, where: Where) -> bool:
     return False
 
 
-def meter_layers(subject: Subject, where: Where, shape: Shape, *, async_tp: bool = False) -> LayerCosts:
+def meter_layers(
+    subject: Subject, optimizer_costs: OptimizerCosts, shape: Shape, *, async_tp: bool = False
+) -> LayerCosts:
     """A model with few layers runs forward and backward; or, where it does not run without the others, as where layers
-    are numbered or read what an earlier one has made, the whole one."""
+    are numbered or read what an earlier one has made, the whole one. On the device on which the optimizer steps."""
     few, every = few_layers(subject.kinds), list(range(len(subject.kinds)))
     if few == every:
-        return _costs_of(subject, where, shape, every, async_tp)
+        return _costs_of(subject, optimizer_costs, shape, every, async_tp)
     try:
-        return _costs_of(subject, where, shape, few, async_tp)
+        return _costs_of(subject, optimizer_costs, shape, few, async_tp)
     except _TELLING:
         raise
     except _ERRORS_OF_MODELS:
-        return _costs_of(subject, where, shape, every, async_tp)
+        return _costs_of(subject, optimizer_costs, shape, every, async_tp)
 
 
 def few_layers(kinds: Sequence[int]) -> list[int]:
@@ -180,9 +179,11 @@ def few_layers(kinds: Sequence[int]) -> list[int]:
     return few if len(few) <= len(kinds) else list(range(len(kinds)))
 
 
-def _costs_of(subject: Subject, where: Where, shape: Shape, layers: list[int], async_tp: bool) -> LayerCosts:
+def _costs_of(
+    subject: Subject, optimizer_costs: OptimizerCosts, shape: Shape, layers: list[int], async_tp: bool
+) -> LayerCosts:
     """Of each kind the first layer is taken, or the second one where the first is the first of all to run."""
-    model, report, watched = _metered(subject, where, shape, layers)
+    model, report, watched = _metered(subject, optimizer_costs.where, shape, layers)
     blocks = subject.layers_of(model)
     steps = host_steps(report.launches, report.hardware, report.hardware.host)
     report = improved(report, "overhead", AT_ONCE)
@@ -201,10 +202,15 @@ def _costs_of(subject: Subject, where: Where, shape: Shape, layers: list[int], a
         after=_cost_outside(parts, AFTER, others),
         after_alone=_cost_outside(parts, AFTER, [*others, *watched.tied]),
         boundary_bytes=watched.boundary_bytes[0],
-        **_optimizer(blocks[places[most]], where),
+        optimizer=optimizer_costs.cost(_shapes_of(blocks[places[most]])),
         notes=(*_notes_of_any_run(report), *(without_gradients(model) if shape.runs_as_written else ())),
         assumptions=report.assumptions,
     )
+
+
+def _shapes_of(block: nn.Module) -> list[torch.Size]:
+    """Of a layer's trained tensors on this rank, or of all where it trains none."""
+    return [_local(each).shape for each in _trained(block.parameters()) or block.parameters()]
 
 
 def _place_of(kind: int, kinds: Sequence[int]) -> int:
@@ -331,33 +337,6 @@ class _Watched:
 
     def _hand_on(self, _: nn.Module, __: Any, output: Any) -> None:
         self.boundary_bytes.append(_local(output[0] if isinstance(output, tuple | list) else output).nbytes)
-
-
-def _optimizer(block: nn.Module, where: Where) -> dict[str, Any]:
-    """Seconds and bytes for each trained parameter, from a layer in fp32; a shard is assumed to take its share. The
-    host's come of steps on one and on two such layers, whose parameters are DTensors, as FSDP2 makes them."""
-    shapes = [_local(each).shape for each in _trained(block.parameters()) or block.parameters()]
-    with world(1) as mesh:
-        one, two = (_optimizer_report(shapes * layers, mesh, where) for layers in (1, 2))
-    numel = sum(shape.numel() for shape in shapes)
-    each = (two.launch_seconds - one.launch_seconds) / len(shapes)
-    return {
-        "optimizer_seconds_per_parameter": (one.seconds - one.idle_seconds) / numel,
-        "optimizer_bytes_per_parameter": max(one.memory.timeline["temporaries"]) / numel,
-        "optimizer_host_seconds": (one.launch_seconds - each * len(shapes), each),
-    }
-
-
-def _optimizer_report(shapes: list[torch.Size], mesh: DeviceMesh, where: Where) -> Report:
-    """The second step of an optimizer; the first one makes its state."""
-    shards = [DTensor.from_local(torch.empty(shape, device="meta"), mesh, [Shard(0)]) for shape in shapes]
-    step = optimizer_step([each.requires_grad_() for each in shards])
-    give_gradients(shards)
-    step()
-    give_gradients(shards)
-    with FlopMeter(where.hardware, **where.meter_options) as meter:
-        step()
-    return meter.report(mode=where.mode)
 
 
 class _PartsOfReport:

@@ -117,7 +117,7 @@ class RankMemory:
             else:
                 self._backward(each)
         numel = _numel(self._chunks, self._work.trained_numel)
-        self._take(self._work.costs.optimizer_bytes_per_parameter * numel)
+        self._take(self._work.costs.optimizer.bytes_per_parameter * numel)
         return MemoryUse(self._peak, self._allocator.peak_reserved_bytes)
 
     def _take_state(self) -> None:

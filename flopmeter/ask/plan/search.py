@@ -12,6 +12,7 @@ from flopmeter.ask.plan.compose import Composed, SplitWork, compose, least_secon
 from flopmeter.ask.plan.layers import LayerCosts, try_layers
 from flopmeter.ask.plan.memory import MemoryUse, least_bytes, memory_of, state_bytes
 from flopmeter.ask.plan.notes import nothing_divides, shared_unevenly
+from flopmeter.ask.plan.optimizer_costs import OptimizerCosts
 from flopmeter.ask.plan.program import Where
 from flopmeter.ask.plan.rows import SplitRow
 from flopmeter.ask.plan.splits import Bounds, PlanError, Shape, Split, splits
@@ -69,7 +70,7 @@ class Search:
             raise PlanError(nothing_divides(self._subject, self._bounds, wishes))
         worth = [each for each in candidates if self._may_fit(each)] or candidates
         shapes = list(dict.fromkeys([*(each.shape for each in worth), ONE_RANK]))
-        metered = run(partial(try_layers, self._subject, self._where, async_tp=self._async_tp), shapes)
+        metered = run(partial(try_layers, self._subject, OptimizerCosts(self._where), async_tp=self._async_tp), shapes)
         for shape, found in zip(shapes, metered, strict=True):
             if isinstance(found, str):
                 self._failed[shape] = found
