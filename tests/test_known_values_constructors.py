@@ -44,9 +44,9 @@ def test_a_share_of_a_mask_is_assumed_where_it_is_small():
     few, many, part = (torch.empty(size, dtype=torch.bool, device="meta") for size in (8, 1 << 26, 8))
     with FlopMeter(mask_fraction=0.5):
         assert few.nonzero().shape == (4, 1)
-        for mask in (many, part[::2]):
-            with pytest.raises(DataDependentError):
-                mask.nonzero()
+        with pytest.raises(DataDependentError):
+            many.nonzero()
+        assert part[::2].nonzero().shape == (2, 1)
         assert part[:4].nonzero().shape == (2, 1)
 
 
