@@ -226,3 +226,32 @@ def test_backward_attention_on_blackwell_waits_for_shared_memory_where_matrix_un
     peak = replace(b200.contraction_peak("bf16"), achieved=1.0)
     taken = attention(cost, cost.work, b200, peak).compute_seconds * b200.boost_clock_mhz * 1e6
     assert 3328 / 0.9 < taken / (37 * 16 * 32 * 32 / 148) < (3328 + 2560) / 0.9
+
+
+def test_while_a_memory_efficient_block_begins_or_ends_the_other_one_on_its_sm_computes():
+    """An SM of an A100 holds two, whatever their tiles: of 4,000 cycles that each block takes besides them, 2,000 are
+    seen. A head of 8,192 queries has 128 blocks of 64; twice as many heads of half the keys have as many tiles."""
+    long, short = (
+        busy(AttentionShape(216 * count, 1, 1, 8192, 8192 // count, 64, 64), "efficient", A100).compute_seconds
+        for count in (1, 2)
+    )
+    more_blocks = 216 * 128 / 108
+    assert short - long == pytest.approx(more_blocks * 2000 / (A100.boost_clock_mhz * 1e6), rel=0.01)
+
+
+def test_on_vector_units_16_bits_have_no_memory_efficient_kernel_of_their_own():
+    """A P100 has no matrix units: its kernel is that of fp32."""
+    p100 = load_hardware("p100-pcie-16gb")
+    cost, peak = attention_cost(SQUARE, "efficient", "fp16"), p100.contraction_peak("fp32")
+    fp32 = replace(cost, dtype="fp32")
+    half, single = (attention(each, each.work, p100, peak).compute_seconds for each in (cost, fp32))
+    assert half == pytest.approx(single)
+
+
+def test_no_kernel_combines_slices_of_a_backward_flex_attention():
+    """Its blocks add nothing up in memory: a single tile of 64 queries and 64 keys takes less than a combining kernel,
+    and nothing is moved beside the op's own bytes."""
+    shape = AttentionShape(1, 1, 1, 64, 64, 64, 64, is_backward=True)
+    cost = attention_cost(shape, "flex")
+    found = price(cost, A100.replace(l2_cache_mb=None), SWITCHES).busy
+    assert found.memory_seconds * A100.sustained_bandwidth_bytes_per_s == pytest.approx(cost.bytes)
