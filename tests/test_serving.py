@@ -293,7 +293,7 @@ def test_two_kernels_route_the_tokens_of_a_layer_of_experts(experts):
     of_layer, of_next = (
         [kernel.cost for kernel in report.kernels if f".{layer}.mlp" in kernel.op.module] for layer in (0, 1)
     )
-    assert [cost.name for cost in of_next] == [cost.name for cost in of_layer]
+    assert [cost.name for cost in of_next[: len(of_layer)]] == [cost.name for cost in of_layer]  # then the last norm
     assert of_layer[0].bytes_read == 2 * (64 * 2048 + 64 * 2048)  # tokens, and the router's weights of 64 experts
     assert [cost.name for cost in of_layer] == [
         "mm",
