@@ -93,6 +93,27 @@ def test_a_second_accelerator_is_an_error():
         _ = meta(4) + 1, elsewhere + 1
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like,
+        lambda x, device: torch.full_like(x, 2.0, device=device),
+        lambda x, device: x.new_empty(3, device=device),
+        lambda x, device: x.new_empty_strided((3,), (1,), device=device),
+        lambda x, device: x.new_zeros(3, device=device),
+        lambda x, device: x.new_ones(3, device=device),
+        lambda x, device: x.new_full((3,), 2.0, device=device),
+        lambda x, device: x.to(device),
+    ],
+)  # fmt: skip
+def test_a_tensor_elsewhere_that_another_is_made_after_does_not_put_the_program_there(made):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        elsewhere = torch.empty(4, device="cuda")
+    with FlopMeter() as meter:
+        _ = meta(4) + 1, made(elsewhere, device="meta")
+    assert meter.report().uncounted == []
+
+
 # --- data
 
 

@@ -153,6 +153,13 @@ def test_the_gradient_of_a_sum_becomes_a_matrix_for_each_of_the_two_products():
     assert [(cost.bytes_read, cost.bytes_written) for cost in copies if cost.name == "mm"] == [(4, 1024)] * 2
 
 
+def test_two_operands_that_both_repeat_a_number_are_both_matrices_to_the_product():
+    """[8, 16] and [16, 32] of four bytes are written, and read by the product."""
+    first, second, product = costs_in(lambda: meta(1, 1).expand(8, 16) @ meta(1, 1).expand(16, 32))
+    assert [(copy.bytes_read, copy.bytes_written) for copy in (first, second)] == [(4, 512), (4, 2048)]
+    assert product.bytes_read == 512 + 2048
+
+
 def linear(rows, depth, columns):
     return F.linear(meta(rows, depth), meta(columns, depth), meta(columns))
 

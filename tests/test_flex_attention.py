@@ -172,6 +172,30 @@ def test_blocks_that_the_program_lists_itself_are_counted_from_the_list():
     assert cost.executed_flops == 2 * 8 * 4 * 128 * 128 * 128  # four blocks of each of 2 x 4 squares
 
 
+def test_unknown_lists_that_are_narrower_than_the_mask_leave_what_its_function_says():
+    """Two places a row for causal blocks of 4 x 4: at each of two calls ten blocks of each of 2 x 4 squares."""
+    number, indices = (torch.empty(1, 1, 4, *more, dtype=torch.int32, device="meta") for more in ((), (2,)))
+    mask = BlockMask.from_kv_blocks(number, indices, mask_mod=causal, seq_lengths=(512, 512))
+    with torch.no_grad():
+        meter = metered(lambda: [compiled(*qkv(512), block_mask=mask) for _ in range(2)])
+    assert [cost.executed_flops for cost in flex_costs(meter)] == [10 * 8 * 4 * 128 * 128 * 64] * 2
+
+
+def test_a_program_reads_the_lists_of_blocks_that_torch_makes_on_the_cpu():
+    """Rows of blocks before the diagonal are whole, and those on it are cut."""
+    lists = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    on_cpu, on_meta = (create_block_mask(causal, None, None, 1024, 1024, device=device) for device in ("cpu", "meta"))
+    found = []
+
+    def program():
+        compiled(*qkv(1024), block_mask=on_meta)
+        found.extend(getattr(on_meta, name).tolist() for name in lists)
+
+    with torch.no_grad():
+        metered(program)
+    assert found == [getattr(on_cpu, name).tolist() for name in lists]
+
+
 def test_a_mask_that_reads_unknown_values_counts_every_block_and_says_so():
     ids = torch.empty(2, 1024, dtype=torch.int64, device="meta")
     same = lambda b, h, query, key: ids[b, query] == ids[b, key]  # noqa: E731

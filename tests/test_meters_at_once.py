@@ -46,6 +46,20 @@ def run_in(thread: threading.Thread) -> None:
     thread.join()
 
 
+def test_a_task_that_a_thread_comes_to_after_the_meter_is_closed_makes_what_it_makes_without_a_meter() -> None:
+    """The only thread of the pool waits until then."""
+    closed = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(closed.wait)
+        with FlopMeter() as meter:
+            X.sin()
+            task = pool.submit(lambda: torch.zeros(3, dtype=torch.int8, device="meta"))
+        closed.set()
+        made = task.result()
+    assert (made.dtype, made.device.type) == (torch.int8, "meta")
+    assert notes(meter) == []
+
+
 def test_a_thread_that_logs_reads_what_the_meters_own_would() -> None:
     """As a callback does that frameworks run beside the loop; without the answer `.item()` fails on meta."""
     told = []

@@ -62,6 +62,7 @@ def test_weights_and_cache_have_the_bytes_of_the_config():
     assert own.parameter_bytes == 2 * (PRODUCTS + WIDTH * VOCABULARY + norms)
     assert own.kv_bytes(1000, 2) == 1000 * KV_OF_TOKEN
     assert own.kv_bytes(1000, 1) == 500 * KV_OF_TOKEN
+    assert own.metered_kv_bytes(1000, 24) == 1024 * KV_OF_TOKEN  # of all layers, cached and new
 
 
 def test_devices_without_links_serve_alone_in_the_time_of_reading_the_weights():
@@ -284,11 +285,15 @@ def test_a_step_ends_with_the_most_likely_token_of_each_sequence():
     last = steps("eager").report(load_hardware(H100), 4, 1, 512).kernels[-1]
     assert last.cost.name == "argmax"
     assert last.cost.bytes_read == 4 * VOCABULARY * 4  # in fp32
+    assert last.cost.bytes_written == 4 * 8  # one number of 64 bits for each
 
 
 def test_two_kernels_route_the_tokens_of_a_layer_of_experts(experts):
     report = experts["bf16"].report(load_hardware(H100), 64, 1, 512)
-    of_layer = [kernel.cost for kernel in report.kernels if ".0.mlp" in kernel.op.module]
+    of_layer, of_next = (
+        [kernel.cost for kernel in report.kernels if f".{layer}.mlp" in kernel.op.module] for layer in (0, 1)
+    )
+    assert [cost.name for cost in of_next[: len(of_layer)]] == [cost.name for cost in of_layer]  # then the last norm
     assert of_layer[0].bytes_read == 2 * (64 * 2048 + 64 * 2048)  # tokens, and the router's weights of 64 experts
     assert [cost.name for cost in of_layer] == [
         "mm",

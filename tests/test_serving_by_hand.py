@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from flopmeter import FlopMeter, HardwareError, ServingError, load_hardware
 from flopmeter.ask.serve.asked import ServingPlan, check_draft
 from flopmeter.ask.serve.engine import pack
 from flopmeter.ask.serve.formats import in_formats
+from flopmeter.ask.serve.language_config import _class_that_takes, causal_config
 from flopmeter.ask.serve.published import Quantised, quantised
 from flopmeter.ask.serve.queue import RequestWork, load
 from flopmeter.ask.serve.rows import ServingRow
@@ -465,3 +467,26 @@ def test_a_row_as_a_dictionary_is_flat_and_its_point_is_the_best_one():
     none = row(Steps(like(10)), holds=MANY, slo={"ttft": 1e-6}).as_dict()
     assert none.keys() == facts.keys()
     assert none["batch"] is None
+
+
+def test_of_a_type_in_no_list_of_transformers_the_class_with_a_head_is_served_before_the_base_model(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    config = type("MineConfig", (), {"__module__": "mine.configuration_mine"})
+    classes = {name: type(name, (), {"config_class": config}) for name in ("MineForCausalLM", "MineTextModel")}
+    for name, each in classes.items():
+        monkeypatch.setattr(transformers, name, each, raising=False)
+    for order in (("MineForCausalLM", "MineTextModel"), ("MineTextModel", "MineForCausalLM")):
+        module = SimpleNamespace(**{name: classes[name] for name in order})
+        monkeypatch.setitem(sys.modules, "mine.modeling_mine", module)
+        assert _class_that_takes(config()) == "MineForCausalLM"
+    monkeypatch.setitem(sys.modules, "mine.modeling_mine", SimpleNamespace(MineTextModel=classes["MineTextModel"]))
+    assert _class_that_takes(config()) == "MineTextModel"
+
+
+@pytest.mark.parametrize("missing", ["num_hidden_layers", "hidden_size", "vocab_size"])
+def test_a_config_without_a_size_that_a_server_needs_is_refused_by_the_name_of_the_size(missing):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16}
+    del sizes[missing]
+    with pytest.raises(ServingError, match=f"this one lacks {missing}$"):
+        causal_config(transformers.PretrainedConfig(**sizes))

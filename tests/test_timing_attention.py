@@ -544,6 +544,8 @@ def test_short_sequences_run_at_a_lower_rate_than_long_ones():
 def test_amd_runs_the_kernels_of_aotriton_and_nvidia_those_of_flash_attention():
     mi300x = load_hardware("mi300x")
     assert kernel_of("flash", mi300x, in_16_bits=True, splits=False) is attention_kernels.AOTRITON
+    assert kernel_of("flash", mi300x, in_16_bits=True, is_backward=True) is attention_kernels.AOTRITON
+    assert kernel_of("flash", mi300x, in_16_bits=True, splits=True) is attention_kernels.AMD_SPLIT
     assert kernel_of("flash", H100, in_16_bits=True, splits=False) is attention_kernels.FLASH_2
     assert kernel_of("cudnn", H100, in_16_bits=True, splits=False) is attention_kernels.CUDNN_HOPPER
 

@@ -11,7 +11,7 @@ from test_timing_laws import SWITCHES, attention_cost
 from flopmeter import load_hardware
 from flopmeter.records import AttentionShape, Mask
 from flopmeter.timing import attention_kernels, constants
-from flopmeter.timing.attention import tile_of
+from flopmeter.timing.attention import attention, tile_of
 from flopmeter.timing.bandwidth import cache_bytes_per_s
 from flopmeter.timing.kernels import price
 
@@ -161,3 +161,97 @@ def test_two_queries_see_what_is_masked_for_the_first_of_them():
             for mask in (Mask(), Mask(None, 0, bottom_right=True))
         )
         assert alone == pytest.approx(masked)
+
+
+def test_backward_flex_attention_has_four_products_as_deep_as_keys_and_three_as_deep_as_values():
+    """Blocks that keep keys and blocks that keep queries each compute the scores and their gradients, and sum a
+    gradient: of values and of keys, or of queries."""
+    narrow, keys, values = (
+        busy(depths(*pair, is_backward=True), "flex").compute_seconds for pair in ((64, 64), (128, 64), (64, 128))
+    )
+    assert (keys - narrow) / (values - narrow) == pytest.approx(4 / 3)
+
+
+def test_flex_attention_multiplies_by_hoppers_own_instructions_and_flash_attention_2_by_amperes():
+    """Their tiles, of 128 x 128 with heads of 64, and their softmax are alike."""
+    shape = depths(64, 64)
+    flex, flash = (busy(shape, backend).compute_seconds for backend in ("flex", "flash"))
+    assert flex < 0.9 * flash
+    on_a100 = [busy(shape, backend, A100).compute_seconds for backend in ("flex", "flash")]
+    assert on_a100[0] == pytest.approx(on_a100[1])
+
+
+def test_warps_of_flash_attention_2_read_long_heads_from_shared_memory_no_faster_than_it_delivers():
+    """A tile of 64 x 64 with heads of 256: each of four warps reads all keys and values, 64 x 512 bytes each, and all
+    together the queries once, which takes 2,304 cycles at 128 bytes in each. 264 heads of 64 x 64 tiles are on 132
+    SMs. The softmax follows, .1 cycles a score. By its products, at .62 of what an SM's matrix unit does, a tile would
+    take 2,000 cycles, and the softmax."""
+    of_tile = (4 * 2 * 64 * 512 + 64 * 512) / 128 + 0.1 * 64 * 64
+    seconds = 2 * 64 * 64 * of_tile / (H100.boost_clock_mhz * 1e6)
+    assert busy(depths(256, 256), "flash").compute_seconds == pytest.approx(seconds, rel=0.02)
+
+
+def test_a_function_of_a_score_takes_a_lane_for_each_of_its_operations():
+    """40 of them on 64 lanes of an SM are five eighths of a cycle, behind the products of flex_attention."""
+    shape = AttentionShape(216, 1, 1, 4096, 4096, 64, 64)
+    with_it, without = (busy(shape, "flex", A100, score_flops=flops).compute_seconds for flops in (40, 0))
+    cycles = 40 / 64 * 216 * 4096**2 / 108
+    assert with_it - without == pytest.approx(cycles / (A100.boost_clock_mhz * 1e6), rel=0.01)
+
+
+def test_memory_efficient_kernels_leave_all_keys_of_a_query_to_one_block():
+    """None of CUTLASS's splits them: twice as many keys take an idle device twice as long, eight more heads nothing."""
+    one, twice, more_heads = (
+        busy(AttentionShape(1, heads, heads, 1, keys, 64, 64), "efficient", A100).compute_seconds
+        for heads, keys in ((1, 2**16), (1, 2**17), (9, 2**16))
+    )
+    assert twice == pytest.approx(2 * one, rel=0.01)
+    assert more_heads == pytest.approx(one)
+
+
+@pytest.mark.parametrize("device", ["rtx-3090", "rtx-4090"])
+def test_attention_of_fp16_takes_as_long_on_a_geforce_as_of_bf16(device):
+    """Both add up in fp32 at half of the rate of fp16 alone."""
+    costs = (attention_cost(SQUARE, "flash", dtype) for dtype in ("fp16", "bf16"))
+    fp16, bf16 = (price(cost, load_hardware(device), SWITCHES).busy.work_seconds for cost in costs)
+    assert fp16 == pytest.approx(bf16)
+
+
+def test_backward_attention_on_blackwell_waits_for_shared_memory_where_matrix_units_keep_their_peak():
+    """For a tile of 128 x 128 and a head of 128 shared memory takes 3,328 cycles: eight operands of 32 KiB, dS, and dq
+    in fp32 in and out, at 128 bytes in each. A loop reaches .9 of that, and does not take the 2,560 of five products,
+    of which it reaches as much, in turn with it."""
+    b200 = load_hardware("b200-sxm-180gb")
+    cost = attention_cost(AttentionShape(37, 16, 16, 4096, 4096, 128, 128, is_backward=True), "cudnn", "bf16")
+    peak = replace(b200.contraction_peak("bf16"), achieved=1.0)
+    taken = attention(cost, cost.work, b200, peak).compute_seconds * b200.boost_clock_mhz * 1e6
+    assert 3328 / 0.9 < taken / (37 * 16 * 32 * 32 / 148) < (3328 + 2560) / 0.9
+
+
+def test_while_a_memory_efficient_block_begins_or_ends_the_other_one_on_its_sm_computes():
+    """An SM of an A100 holds two, whatever their tiles: of 4,000 cycles that each block takes besides them, 2,000 are
+    seen. A head of 8,192 queries has 128 blocks of 64; twice as many heads of half the keys have as many tiles."""
+    long, short = (
+        busy(AttentionShape(216 * count, 1, 1, 8192, 8192 // count, 64, 64), "efficient", A100).compute_seconds
+        for count in (1, 2)
+    )
+    more_blocks = 216 * 128 / 108
+    assert short - long == pytest.approx(more_blocks * 2000 / (A100.boost_clock_mhz * 1e6), rel=0.01)
+
+
+def test_on_vector_units_16_bits_have_no_memory_efficient_kernel_of_their_own():
+    """A P100 has no matrix units: its kernel is that of fp32."""
+    p100 = load_hardware("p100-pcie-16gb")
+    cost, peak = attention_cost(SQUARE, "efficient", "fp16"), p100.contraction_peak("fp32")
+    fp32 = replace(cost, dtype="fp32")
+    half, single = (attention(each, each.work, p100, peak).compute_seconds for each in (cost, fp32))
+    assert half == pytest.approx(single)
+
+
+def test_no_kernel_combines_slices_of_a_backward_flex_attention():
+    """Its blocks add nothing up in memory: a single tile of 64 queries and 64 keys takes less than a combining kernel,
+    and nothing is moved beside the op's own bytes."""
+    shape = AttentionShape(1, 1, 1, 64, 64, 64, 64, is_backward=True)
+    cost = attention_cost(shape, "flex")
+    found = price(cost, A100.replace(l2_cache_mb=None), SWITCHES).busy
+    assert found.memory_seconds * A100.sustained_bandwidth_bytes_per_s == pytest.approx(cost.bytes)

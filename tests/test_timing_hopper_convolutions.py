@@ -12,6 +12,7 @@ from torch import nn
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.records import CONTRACTION, Convolution, ConvolutionWork, Cost, Matmul, Planes
 from flopmeter.timing.convolution import channel_share, depthwise_share, grouped_share, suits_winograd, with_conversions
+from flopmeter.timing.kernels import price
 from flopmeter.timing.matmul import Busy
 
 BF16 = torch.bfloat16
@@ -369,3 +370,15 @@ def test_one_side_of_a_filter_decides_whether_threads_still_share_what_they_read
 def test_groups_on_vector_units_run_alike_in_either_layout(channels):
     shapes = (PLAIN._replace(channels=channels, channels_last=layout) for layout in (False, True))
     assert len({grouped_share(shape, on_matrix_units=False) for shape in shapes}) == 1
+
+
+def test_groups_of_filters_take_their_bytes_from_memory_at_its_bandwidth():
+    """Four groups of 16 channels on an A100, whose images and result are 2 x 64 x 64 x 56 x 56 numbers of two bytes."""
+    a100 = load_hardware("a100-sxm4-80gb")
+    with FlopMeter(a100) as meter:
+        x, weight = tensor((64, 64, 56, 56), channels_last=True), tensor((64, 16, 3, 3), channels_last=True)
+        nn.functional.conv2d(x, weight, padding=1, groups=4)
+    (kernel,) = (each for each in meter.report().kernels if isinstance(each.cost.work, ConvolutionWork))
+    nbytes = 2 * (2 * 64 * 64 * 56 * 56 + 64 * 16 * 9)
+    taken = price(kernel.cost, a100, meter.trace.switches).busy.memory_seconds
+    assert taken == pytest.approx(nbytes / a100.sustained_bandwidth_bytes_per_s, rel=0.05)

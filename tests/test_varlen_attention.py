@@ -167,6 +167,18 @@ def test_equal_sequences_take_as_long_packed_as_in_a_batch():
     assert [timing.work_seconds for _, timing in packed_ones] == pytest.approx([t.work_seconds for _, t in batched])
 
 
+def test_the_gradient_of_a_sum_over_packed_sequences_is_copied_before_the_library_reads_it():
+    """One number of two bytes over all tokens; `_flash_attention_backward` takes `grad_out.contiguous()`
+    (aten/src/ATen/native/transformers/cuda/attention_backward.cu)."""
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        known([500] * 16).sum().backward()
+    costs = [kernel.cost for kernel in meter.report().kernels if kernel.cost.name.endswith("_varlen_attn_backward")]
+    copy, gradients = costs
+    of_result = 2 * 16 * 500 * HEADS * HEAD
+    assert (copy.op_class, copy.bytes_read, copy.bytes_written) == (MOVEMENT, 2, of_result)
+    assert gradients.bytes_read >= 5 * of_result  # queries, keys, values, the result and its gradient
+
+
 def in_a_batch(sequences, length):
     q, k, v = (
         torch.empty(sequences, length, HEADS, HEAD, dtype=torch.bfloat16, device="meta", requires_grad=True)

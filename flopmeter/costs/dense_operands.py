@@ -103,8 +103,13 @@ _LIBRARIES_RUN: Mapping[OpOverloadPacket, _Takes] = {
     aten._scaled_dot_product_efficient_attention_backward: _Takes(("grad_out_",), _is_by_tokens, by_tokens=True),
 }
 _TAKES = {**_INDUCTOR_WRITES, **_LIBRARIES_RUN}
-# An op of torch.nn.attention.varlen exists once that is imported; it calls the one of this name.
-_VARLEN_BACKWARD = "torch_attn::_varlen_attn_backward"
+# Ops of torch.nn.attention.varlen, which exist once a program has imported it, call one of these.
+_CALLS = {"torch_attn::_varlen_attn_backward": aten._flash_attention_backward}
+
+
+def _called_by(call: Call) -> OpOverloadPacket:
+    """The op that makes the copies."""
+    return _CALLS.get(call.func._schema.name, call.func.overloadpacket)
 
 
 def inductor_reads(call: Call) -> bool:
@@ -114,13 +119,12 @@ def inductor_reads(call: Call) -> bool:
 
 def a_library_reads(call: Call) -> bool:
     """Whether a library runs the op in compiled code too, so that its copies are not inductor's to write either."""
-    return call.func.overloadpacket in _LIBRARIES_RUN or call.name == _VARLEN_BACKWARD
+    return _called_by(call) in _LIBRARIES_RUN
 
 
 def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
     """The copies that the op makes first, and the call as its kernels then see it."""
-    packet = aten._flash_attention_backward if call.name == _VARLEN_BACKWARD else call.func.overloadpacket
-    takes = _TAKES.get(packet)
+    takes = _TAKES.get(_called_by(call))
     if takes is None:
         return (), call
     given = [call.argument(name) for name in takes.operands]

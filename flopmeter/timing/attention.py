@@ -23,8 +23,8 @@ from flopmeter.timing.gemm_kernels import legacy_mma_share
 from flopmeter.timing.matmul import Busy, fastest, overlap
 from flopmeter.torch_names.dispatcher import running_version
 
-_AMPERE, _HOPPER, _BLACKWELL_ULTRA, _BLACKWELL_MAJOR = (8, 0), (9, 0), (10, 3), 10
-_WARPGROUP_CAPABILITIES = (9, 10)  # majors with matmuls of several warps, which run beside a softmax
+_AMPERE, _BLACKWELL_ULTRA, _HOPPER_MAJOR, _BLACKWELL_MAJOR = (8, 0), (10, 3), 9, 10
+_WARPGROUP_MAJORS = (_HOPPER_MAJOR, _BLACKWELL_MAJOR)  # with matmuls of several warps, which run beside a softmax
 # Vendors whose kernels for few queries fill a tile with nothing. Metal's take each query alone, and split the keys too
 # (`sdpa_vector_2pass` in aten/src/ATen/native/mps); others are taken to be like these.
 _FILLING_TILES = ("nvidia", "amd")
@@ -122,13 +122,13 @@ def kernel_of(
         return attention_kernels.EFFICIENT_BEFORE_AMPERE if is_old else attention_kernels.EFFICIENT_IN_16_BITS
     if backend == "flex":
         return attention_kernels.FLEX
-    major, _ = hardware.compute_capability or _HOPPER
+    major = (hardware.compute_capability or (_HOPPER_MAJOR,))[0]
     if backend in _NEWEST and major == _BLACKWELL_MAJOR:
         if splits:
             return attention_kernels.FLASH_4_SPLIT
         is_ultra = hardware.compute_capability == _BLACKWELL_ULTRA
         return attention_kernels.FLASH_4_ULTRA if is_ultra else attention_kernels.FLASH_4
-    if backend in _NEWEST and major == _HOPPER[0]:
+    if backend in _NEWEST and major == _HOPPER_MAJOR:
         if splits:
             return attention_kernels.FLASH_3_SPLIT
         if backend == "flash_3":
@@ -297,7 +297,7 @@ def _slices(blocks: int, tiles: int, places: int) -> int:
 
 def flop_energy(work: AttentionWork, hardware: Hardware) -> float:
     """Energy of a FLOP on matrix units, relative to that in a large product."""
-    if (hardware.compute_capability or (0, 0))[0] != _HOPPER[0]:
+    if (hardware.compute_capability or (0, 0))[0] != _HOPPER_MAJOR:
         return 1.0
     return attention_kernels.HOPPER_ATTENTION_ENERGY * (
         1.0 if _is_new(work, hardware) else attention_kernels.HOPPER_MMA_ENERGY
@@ -307,7 +307,7 @@ def flop_energy(work: AttentionWork, hardware: Hardware) -> float:
 def _is_new(work: AttentionWork, hardware: Hardware) -> bool:
     """Whether the matmuls are those of the device's own generation, not Ampere's."""
     return work.backend in _NEWEST or (
-        work.backend == "flex" and (hardware.compute_capability or _AMPERE)[0] in _WARPGROUP_CAPABILITIES
+        work.backend == "flex" and (hardware.compute_capability or _AMPERE)[0] in _WARPGROUP_MAJORS
     )
 
 
