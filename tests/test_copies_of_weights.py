@@ -72,6 +72,42 @@ def test_weights_that_were_kept_before_a_step_are_copies_of_weights_in_it_althou
     assert report.memory.at_peak["inputs"] == 4 * 512 * 256
 
 
+def test_what_a_layer_computed_from_its_weights_once_and_keeps_is_a_copy_of_weights():
+    """As a table of codes whose entries are sums over counts: no later step reads the sums."""
+
+    class Codes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sums, self.counts, self.kept = nn.Parameter(torch.empty(256, 64)), nn.Parameter(torch.empty(256)), None
+
+        def forward(self, ids):
+            if self.kept is None:
+                self.kept = self.sums / self.counts.clamp(min=1)[:, None]
+            return nn.functional.embedding(ids, self.kept)
+
+    with torch.device("meta"):
+        codes, ids = Codes(), torch.empty(8, dtype=torch.long)
+    with FlopMeter(H100) as meter, torch.no_grad():
+        codes(ids)
+        before = len(meter.trace.ops)
+        codes(ids)
+        report = meter.report(ops=range(before, len(meter.trace.ops)))
+    assert report.memory.at_peak["copies of weights"] == 4 * 256 * 64
+    assert report.ran.inputs == ("int64 [8]",)
+
+
+def test_weights_of_a_layer_that_came_to_the_device_and_never_runs_are_parameters():
+    """As the head of a model of which a program calls the body alone."""
+    body, head = nn.Linear(64, 64, bias=False), nn.Linear(64, 500, bias=False)
+    with FlopMeter(H100) as meter, torch.no_grad():
+        body.to("meta"), head.to("meta")
+        before = len(meter.trace.ops)
+        body(torch.empty(8, 64, device="meta"))
+        report = meter.report(ops=range(before, len(meter.trace.ops)))
+    assert report.memory.at_peak["parameters"] == 4 * (64 * 64 + 64 * 500)
+    assert report.memory.at_peak["copies of weights"] == 0
+
+
 def test_weights_that_are_cast_anew_in_each_step_are_no_copies_that_lie_beside_it():
     model, x = model_and_data()
     with FlopMeter(H100) as meter, torch.autocast("cuda", torch.bfloat16):

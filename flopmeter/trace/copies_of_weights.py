@@ -14,10 +14,13 @@ import torch
 from flopmeter.records import BEFORE, Op, StorageRole, TensorSpec, Trace
 from flopmeter.torch_names.operators import aten
 
+_BY_PRECEDENCE: tuple[StorageRole, ...] = ("optimizer state", "copies of weights", "parameters")  # of what goes in
+
 
 def note_copies_of_weights(part: Trace, whole: Trace) -> None:
     """Gives these storages of a part of a trace their role: "copies of weights", or "optimizer state" where gradients
-    went into them too. They may have been made, and written, before the part."""
+    went into them too, or "parameters" if they came from the host as such. They may have been made, and written, before
+    the part."""
     kept = {
         number
         for number, storage in enumerate(part.storages)
@@ -25,7 +28,7 @@ def note_copies_of_weights(part: Trace, whole: Trace) -> None:
     }
     if not kept:
         return
-    follows = _Follows(part, whole, kept)
+    follows = _Follows(whole, kept)
     for op in whole.ops:
         follows.see(op)
     for number in kept & follows.roles.keys():
@@ -35,8 +38,8 @@ def note_copies_of_weights(part: Trace, whole: Trace) -> None:
 class _Follows:
     """Tells, op by op, what follows from weights. `roles`: of the storages that do."""
 
-    def __init__(self, part: Trace, whole: Trace, kept: set[int]) -> None:
-        self._shapes = shapes_of_weights(part)
+    def __init__(self, whole: Trace, kept: set[int]) -> None:
+        self._shapes = shapes_of_weights(whole)
         self._open = set(kept)  # what may follow from weights or be data, if it has a weight's shape
         self.roles = _roots(whole)
 
@@ -50,7 +53,7 @@ class _Follows:
             return
         results = [number for number, shape in _results(op) if shape in self._shapes]
         if known:
-            role: StorageRole = "optimizer state" if "optimizer state" in known else "copies of weights"
+            role = next(each for each in _BY_PRECEDENCE if each in known)
             self.roles |= dict.fromkeys(set(results) - self.roles.keys(), role)
         elif others:
             self._open.update(results)
@@ -68,11 +71,12 @@ def shapes_of_weights(trace: Trace) -> set[tuple[int, ...]]:
 
 
 def _roots(whole: Trace) -> dict[int, StorageRole]:
-    """What follows from weights as such: themselves, their gradients and what optimizers keep."""
+    """What follows from weights as such: themselves, their gradients and what optimizers keep. What is made of weights
+    on another device alone is these weights, moved, whether or not their module runs then."""
     roots: dict[int, StorageRole] = {}
     for number, storage in enumerate(whole.storages):
         if storage.role == "parameters":
-            roots[number] = "copies of weights"
+            roots[number] = "copies of weights" if storage.device == whole.device else "parameters"
         elif storage.role in ("gradients", "optimizer state"):
             roots[number] = "optimizer state"
     for place, leaf in whole.accumulations:
