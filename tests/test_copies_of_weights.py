@@ -150,3 +150,17 @@ def test_a_mask_of_the_weights_is_no_copy_of_them():
         layer.weight.mul_(mask)
         layer(x)
     assert meter.report().memory.at_peak["inputs"] == 4 * (256 * 256 + 8 * 256)
+
+
+def test_a_buffer_to_which_gradients_are_copied_holds_gradients():
+    """As a bucket of DDP's, from which one message sends them."""
+    model, x = model_and_data()
+    bucket = torch.empty(WEIGHTS_BYTES // 4, device="meta")
+    with FlopMeter(H100) as meter:
+        model(x).sum().backward()
+        start = 0
+        for weight in model.parameters():
+            torch.mul(weight.grad, 0.25, out=bucket[start : start + weight.numel()].view_as(weight))
+            start += weight.numel()
+    timeline = meter.report().memory.timeline
+    assert (timeline["gradients"][-1], timeline["optimizer state"][-1]) == (2 * WEIGHTS_BYTES, 0)

@@ -14,7 +14,7 @@ import torch
 from flopmeter.records import BEFORE, Op, StorageRole, TensorSpec, Trace
 from flopmeter.torch_names.operators import aten
 
-_BY_PRECEDENCE: tuple[StorageRole, ...] = ("optimizer state", "copies of weights", "parameters")  # of what goes in
+_BY_PRECEDENCE: tuple[StorageRole, ...] = ("gradients", "copies of weights", "parameters")
 
 
 def note_copies_of_weights(part: Trace, whole: Trace) -> None:
@@ -48,13 +48,13 @@ class _Follows:
             return
         inputs = [(op.storages[spec.storage], spec.shape) for spec in op.call.inputs if spec.shape]  # no single numbers
         known = {self.roles[number] for number, _ in inputs if number in self.roles}
-        others = [(number, shape) for number, shape in inputs if number not in self.roles]
+        overwritten = {number for number, _ in _written(op)} if _only_writes(op) else set()
+        others = [each for each in inputs if each[0] not in self.roles.keys() | overwritten]
         if others and not (_is_element_wise(op) and all(map(self._is_open, others))):
             return
         results = [number for number, shape in _results(op) if shape in self._shapes]
         if known:
-            role = next(each for each in _BY_PRECEDENCE if each in known)
-            self.roles |= dict.fromkeys(set(results) - self.roles.keys(), role)
+            self.roles |= dict.fromkeys(set(results) - self.roles.keys(), _role(known, bool(others)))
         elif others:
             self._open.update(results)
 
@@ -78,11 +78,25 @@ def _roots(whole: Trace) -> dict[int, StorageRole]:
         if storage.role == "parameters":
             roots[number] = "copies of weights" if storage.device == whole.device else "parameters"
         elif storage.role in ("gradients", "optimizer state"):
-            roots[number] = "optimizer state"
+            roots[number] = storage.role
     for place, leaf in whole.accumulations:
         if leaf in roots and place < len(whole.ops):
-            roots.update(dict.fromkeys(whole.ops[place].makes - roots.keys(), "optimizer state"))
+            roots.update(dict.fromkeys(whole.ops[place].makes - roots.keys(), "gradients"))
     return roots
+
+
+def _role(known: set[StorageRole], has_others: bool) -> StorageRole:
+    """Of what follows from these. Gradients alone make gradients, as in a bucket of DDP's; added up with what was there
+    before, they make the optimizer's momentum."""
+    if "optimizer state" in known or ("gradients" in known and (has_others or len(known) > 1)):
+        return "optimizer state"
+    return next(each for each in _BY_PRECEDENCE if each in known)
+
+
+def _only_writes(op: Op) -> bool:
+    """Whether it does not read what it writes."""
+    is_out = any(argument.is_out for argument in op.call.func._schema.arguments)
+    return is_out or op.packet in (aten.copy_, aten._foreach_copy_)
 
 
 def _is_element_wise(op: Op) -> bool:
@@ -94,6 +108,10 @@ def _is_element_wise(op: Op) -> bool:
 def _results(op: Op) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Its outputs, and what it writes in place: lists of tensors are no outputs."""
     yield from ((op.storages[spec.storage], spec.shape) for spec in op.call.outputs)
+    yield from _written(op)
+
+
+def _written(op: Op) -> Iterator[tuple[int, tuple[int, ...]]]:
     for argument in op.call.func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written = op.call.get(argument.name)
