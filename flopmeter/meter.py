@@ -42,6 +42,7 @@ from flopmeter.timing import Host, RankRun, time_runs
 from flopmeter.timing.timeline import messages_of
 from flopmeter.torch_names.private import AOT_INDUCTOR, BUFFERS, DOUBLE_BACKWARD, PROPAGATION, PYTHON_OPS, lost
 from flopmeter.trace import other_threads, overlap
+from flopmeter.trace.copies_of_weights import note_copies_of_weights
 from flopmeter.trace.dtensor import unseen_propagation
 from flopmeter.trace.recorder import Recorder
 from flopmeter.trace.shapes_only import ShapesOnly
@@ -249,6 +250,7 @@ class FlopMeter:
     ) -> MeteredRun:
         """`running`: the ranks that are metered together with this one."""
         trace = self.trace if ops is None else part_of(self.trace, ops)
+        note_copies_of_weights(trace, self.trace)
         known, on_device = Memo(), functools.partial(_kernels_on, device, self._strict)
         kernels = on_device(trace, known.costs)
         is_spread = any(kernel.cost.collective and len(kernel.cost.collective.ranks) > 1 for kernel in kernels)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import flopmeter
 from flopmeter import FlopMeter
 from flopmeter.records import Trace
 from flopmeter.run.session import ScriptSession, Wishes
@@ -257,3 +260,26 @@ def test_adding_up_bf16_by_indices_is_triton_s_from_hopper_on(hardware: str, kin
         torch.compile(add_up)(rows, torch.empty(64, dtype=torch.long), rows)
     ((*_, kernels),) = graphs_of(meter.trace)
     assert kernels[-1].kind == kind
+
+
+def test_a_compiled_function_may_call_one_of_another_file_that_defines_a_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo ends the graph there, and the code that it writes holds the other file's globals, a dictionary, as a
+    constant: such code has no hash."""
+    (tmp_path / "products_of_another_file.py").write_text(
+        "def twice(x, w):\n"
+        "    product = x @ w\n"
+        "    class Held:\n"
+        "        def __init__(self, value):\n"
+        "            self.value = value\n"
+        "    return Held(product).value @ w\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    twice = importlib.import_module("products_of_another_file").twice
+    compiled = torch.compile(lambda x, w: twice(x, w) + 1)
+    with flopmeter.cuda(H100, steps=3) as device:
+        x, w = torch.zeros(64, 64, device=device), torch.zeros(64, 64, device=device)
+        while True:
+            compiled(x, w)
+    assert device.report().step.macs == 2 * 64 * 64 * 64

@@ -152,6 +152,22 @@ def test_steps_that_differ_are_told_in_the_headline():
     assert "; 3 such steps take " in headline([4096, 4096, 16384, 8192])
 
 
+def test_turns_of_which_the_host_takes_as_long_for_other_work_are_told_by_their_flops():
+    """Continuous batching whose slots empty: the last eight turns have 24 to 17 of them."""
+    with flopmeter.cuda(A100) as device:
+        model = nn.Linear(64, 500).to(device)
+        with torch.no_grad():
+            for slots in range(32, 16, -1):
+                model(torch.zeros(slots, 64, device=device))
+    report = device.report()
+    assert report.step_flops == tuple(2 * slots * 64 * 500 + slots * 500 for slots in range(24, 16, -1))
+    assert max(report.step_seconds) < 1.05 * min(report.step_seconds)
+    of_one = (2 * 64 * 500 + 500) / 1e9
+    assert report.headline.endswith(
+        f"; 8 such steps compute {17 * of_one:.3g} to {24 * of_one:.3g} GFLOP, {20.5 * of_one:.3g} on average"
+    )
+
+
 def test_where_to_win_names_the_line_of_the_script(monkeypatch):
     """A read of a value outside of modules is named by its line alone, below the working directory by a short path."""
     monkeypatch.chdir(Path(__file__).parent)

@@ -90,7 +90,8 @@ class Session:
     ) -> None:
         self._recorder, self._device, self._forget, self._run_eagerly = recorder, device, forget, run_eagerly
         self._around_tracing, self._on_compiled_call = around_tracing, on_compiled_call
-        self._met: dict[Owner, Callable[[], None]] = {}  # by what the compiled call that runs has met
+        # By the identity of what the compiled call that runs has met: code has no hash if a constant of it has none.
+        self._met: dict[int, Callable[[], None]] = {}
         self._compilation = recorder.trace.compilation
         self._left_eager: dict[str, None] = {}  # functions that run eagerly as a whole, and why
         self._outermost = OutermostCalls(recorder.trace, self._left_eager) if compiles_all else None
@@ -324,9 +325,9 @@ class Session:
 
     def _meet(self, owner: Owner) -> None:
         is_part = isinstance(owner, CodeType) and self._met  # what Dynamo makes of a function after a graph break
-        if self._on_compiled_call is not None and owner not in self._met and not is_part:
+        if self._on_compiled_call is not None and id(owner) not in self._met and not is_part:
             with torch.set_grad_enabled(self._records_gradients):  # of the caller: autograd turns it off in here
-                self._met[owner] = self._on_compiled_call(owner)
+                self._met[id(owner)] = self._on_compiled_call(owner)
 
     def _end_call(self) -> None:
         self._breaks.end_call(self._compilation.graphs)

@@ -71,8 +71,8 @@ class Fill(NamedTuple):
     hatch: str  # as matplotlib writes it
 
 
-_COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
-_HATCHES = "", "//", "..", "xx", "\\\\", "++"
+_COLOURS = "#0072B2", "#D55E00", "#009E73", "#F0E442", "#CC79A7", "#E69F00", "#56B4E9"
+_HATCHES = "", "//", "..", "--", "xx", "\\\\", "++"
 CATEGORY_FILLS: dict[Category, Fill] = dict(zip(CATEGORIES, map(Fill, _COLOURS, _HATCHES), strict=True))
 
 LEAST_INTENSITY = 1e-2  # FLOP/B that a roofline shows: a large copy with a scalar's work lies below

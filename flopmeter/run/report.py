@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ class RunReport:
     by_part: Mapping[str, Report]  # 'setup', 'first step', 'steady step', 'in eval mode', as far as they ran
     ranges: Mapping[str, tuple[int, float]]  # nvtx: calls and seconds in the step
     step_seconds: tuple[float, ...] = ()  # of the last steps that are like the steady one
+    step_flops: tuple[int, ...] = ()  # of the same
     pipeline: Pipeline | None = None  # where ranks wait for each other: all that ran, the step's rank among them
 
     @property
@@ -65,12 +66,14 @@ class RunReport:
 
     @property
     def _spread(self) -> str:
-        """How the steps differ, if they do: one of them does not stand for all."""
-        shortest, longest = min(self.step_seconds, default=0.0), max(self.step_seconds, default=0.0)
-        if longest < TOLD_SPREAD * shortest or not shortest:
-            return ""
-        count, mean = len(self.step_seconds), sum(self.step_seconds) / len(self.step_seconds)
-        return f"; {count} such steps take {in_ms(shortest)} to {in_ms(longest)} ms, {in_ms(mean)} on average"
+        """How the steps differ, if they do: one of them does not stand for all. Where the host is what takes time, they
+        may take the same for other work."""
+        told = (
+            _range_of("take", [1e3 * seconds for seconds in self.step_seconds], "ms"),
+            _range_of("compute", [flops / 1e9 for flops in self.step_flops], "GFLOP"),
+        )
+        differing = " and ".join(filter(None, told))
+        return f"; {len(self.step_seconds)} such steps {differing}" if differing else ""
 
     def render(self, format: str = "text", by: By = "class") -> str:
         """text, markdown, csv, json or html, the first three with a row for each op class, or what else `by` is (see
@@ -98,6 +101,7 @@ class RunReport:
             "marked_by": self.parts.marked_by,
             "is_steady": self.parts.steady is not None,
             "step_seconds": list(self.step_seconds),
+            "step_flops": list(self.step_flops),
             "parts": {
                 name: {"seconds": part.seconds, "flops": part.flops, "peak_memory_bytes": part.peak_memory_bytes}
                 for name, part in self.by_part.items()
@@ -127,6 +131,14 @@ class RunReport:
             heads = [Column("nvtx range", "<"), Column("calls"), Column("ms")]
             tables.append(Table(heads, [(name, str(calls), in_ms(s)) for name, (calls, s) in self.ranges.items()]))
         return tables
+
+
+def _range_of(verb: str, values: Sequence[float], unit: str) -> str:
+    """Empty where the values are told as one."""
+    least, most = min(values, default=0.0), max(values, default=0.0)
+    if not most or most < TOLD_SPREAD * least:
+        return ""
+    return f"{verb} {figure(least)} to {figure(most)} {unit}, {figure(sum(values) / len(values))} on average"
 
 
 def _left_out(optimizer: str, steps: int) -> str:

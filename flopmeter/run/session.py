@@ -247,19 +247,20 @@ class ScriptSession:
         mode = mode or self.wishes.mode
         reports = {name: self._part(ops, mode, ops is parts.steady) for name, ops in ranges.items() if ops}
         step = reports.get("steady step") or reports.get("first step") or reports["setup"]
-        seconds = tuple(self._seconds_of(parts, step, mode))
-        return RunReport(program, step, parts, reports, self._nvtx(), step_seconds=seconds)
+        steps = list(self._reports_of_steps(parts, step, mode))
+        seconds, flops = tuple(each.seconds for each in steps), tuple(each.flops for each in steps)
+        return RunReport(program, step, parts, reports, self._nvtx(), step_seconds=seconds, step_flops=flops)
 
-    def _seconds_of(self, parts: Parts, steady: Report, mode: Mode | None) -> Iterator[float]:
-        """The times of the last steps that are like the steady one. Steps of the same calls are priced once."""
+    def _reports_of_steps(self, parts: Parts, steady: Report, mode: Mode | None) -> Iterator[Report]:
+        """The last steps that are like the steady one. Steps of the same calls are priced once."""
         ops = self.meter.trace.ops
         for _, step in parts.later[-MOST_STEPS_PRICED:]:
             pairs = zip(step, parts.steady or (), strict=False)
             is_same = parts.steady and len(step) == len(parts.steady)
             if is_same and all(ops[number].call is ops[other].call for number, other in pairs):
-                yield steady.seconds
+                yield steady
             else:
-                yield self.meter.report(ops=step, mode=mode, repeats=True).seconds
+                yield self.meter.report(ops=step, mode=mode, repeats=True)
 
     def note_switches(self) -> None:
         """Notes torch's switches, which a script sets after the run has begun."""

@@ -20,7 +20,9 @@ from flopmeter.records import BEFORE, DEFAULT_STREAM, Life, Op, Resize, Trace
 from flopmeter.timing.allocator import BLOCK_BYTES, Lifetime, OutOfMemoryError, round_up, serve
 from flopmeter.timing.scratch import scratch_of
 
-Category = Literal["parameters", "gradients", "optimizer state", "activations", "temporaries", "inputs"]
+Category = Literal[
+    "parameters", "gradients", "optimizer state", "copies of weights", "activations", "temporaries", "inputs"
+]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 # Memory that a process takes before it allocates any tensor: driver context, loaded kernels, cuBLAS handles. This is an
@@ -197,6 +199,7 @@ def memory_of(trace: Trace, device: Hardware | None = None, lives: Mapping[int, 
     parameters: of modules, with their buffers, and what optimizers update.
     gradients: of those and of inputs, from the op that computes them.
     optimizer state: what optimizers keep from step to step.
+    copies of weights: of what was there before, what follows from weights alone, as their average does.
     activations: made in a forward pass, or in its recomputation, and alive when a backward pass goes on. Of what was
         there before a part of a program: made so by a module, and freed in the part.
     inputs: what else was there before.

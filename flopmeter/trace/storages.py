@@ -77,9 +77,10 @@ class Storages:
         self.note_number(self.number(tensor, BEFORE, []), role)
 
     def note_number(self, number: int, role: StorageRole) -> None:
-        """Set the role of the storage with that number, unless it has one."""
+        """Set the role of the storage with that number, unless it has one that was noted. (Copies of weights are told
+        from what ran so far, and may turn out to be a module's.)"""
         storage = self._found[number]
-        if storage.role is None:
+        if storage.role in (None, "copies of weights"):
             storage.role = role
 
     def note_new(self, tensor: Tensor) -> None:

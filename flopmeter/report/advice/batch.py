@@ -19,6 +19,7 @@ from flopmeter.report.advice.rewrite import OF_WEIGHTS, PRODUCTS, outermost, wit
 from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 from flopmeter.torch_names.operators import aten
+from flopmeter.trace.copies_of_weights import shapes_of_weights
 from flopmeter.trace.handling import FRESH
 
 MOST_TIMES = 64
@@ -119,7 +120,7 @@ def _items_of_batch(trace: Trace) -> int | None:
 def depends_on_inputs(trace: Trace) -> set[int]:
     """The storages that hold something for each item: inputs, and what is computed from them."""
     roles = [storage.role for storage in trace.storages]
-    grows, weights = _data(trace), _shapes_of_weights(trace)
+    grows, weights = _data(trace), shapes_of_weights(trace)
     for op in trace.ops:
         if op.phase != "optimizer" and any(number in grows for number in op.storages):
             made = (spec for spec in op.outputs if roles[spec.storage] is None)
@@ -130,11 +131,9 @@ def depends_on_inputs(trace: Trace) -> set[int]:
 def _data(trace: Trace) -> set[int]:
     """Storages of data: what lies on the device from before without a role, and what the step makes from nothing
     (`torch.randn`, `torch.tensor`) or brings from the host, with as many items. Where the largest data is made in the
-    step, by chance or in Python, it tells how many items there are: beside it lie only schedules and counters. Averages
-    of weights, which the step writes, are no data."""
+    step, by chance or in Python, it tells how many items there are: beside it lie only schedules and counters."""
     given = {number for number, storage in enumerate(trace.storages) if storage.born < 0 and storage.role is None}
-    weights = _shapes_of_weights(trace)
-    given -= _averages(trace, given, weights)
+    weights = shapes_of_weights(trace)
     bringing = [op for op in trace.ops if op.phase == "forward" and _brings_data(op, weights)]
     made = [(op, spec) for op in bringing for spec in op.outputs if trace.storages[spec.storage].role is None]
     found = [spec for op in trace.ops for spec in op.inputs if spec.storage in given]
@@ -153,17 +152,6 @@ def _brings_data(op: Op, weights: set[tuple[int, ...]]) -> bool:
         return True
     comes_from_host = all(spec.device == "cpu" for spec in op.inputs)
     return comes_from_host and all(spec.device != "cpu" and spec.shape not in weights for spec in op.outputs)
-
-
-def _averages(trace: Trace, given: set[int], weights: set[tuple[int, ...]]) -> set[int]:
-    """Those of the storages that are written in place and have the shape of a weight."""
-    writes = (op for op in trace.ops if op.call.func._schema.is_mutable)
-    return {spec.storage for op in writes for spec in op.inputs if spec.storage in given and spec.shape in weights}
-
-
-def _shapes_of_weights(trace: Trace) -> set[tuple[int, ...]]:
-    roles = [storage.role for storage in trace.storages]
-    return {spec.shape for op in trace.ops for spec in op.inputs if roles[spec.storage] == "parameters"}
 
 
 def _is_random(op: Op) -> bool:
