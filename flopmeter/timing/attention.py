@@ -98,7 +98,7 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
 
 def _gradient_bytes(shape: AttentionShape, kernel: AttentionKernel) -> int:
     """Bytes that the kernels before and after the main one of a backward pass move, and it adds to memory."""
-    copied, plain = shape.all_queries * shape.head_dim, shape.all_queries * shape.head_dim
+    copied = plain = shape.all_queries * shape.head_dim
     if kernel.dq_cycles_per_byte:
         multiple = attention_kernels.DQ_COPY_QUERIES
         queries = sum(count * ceil(size / multiple) * multiple for count, size, _ in shape.sizes)
