@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flopmeter import FlopMeter
 from flopmeter.costs import RULES, costs_of, register_cost
-from flopmeter.records import ATTENTION, AttentionWork, Call
+from flopmeter.records import ATTENTION, MOVEMENT, AttentionWork, Call
 from flopmeter.report.report import Report
 
 aten = torch.ops.aten
@@ -128,8 +128,9 @@ KERNELS = [
 
 @pytest.mark.parametrize(("name", "layout", "kernel"), KERNELS, ids=" ".join)
 def test_an_attention_op_says_whose_kernel_it_is_and_counts_its_products(name, layout, kernel):
-    """Two sequences of 8, 3 heads of 16: two products forward, five backward."""
-    (cost,) = costs_of(call_of(name, layout))
+    """Two sequences of 8, 3 heads of 16: two products forward, five backward, behind copies of what lies by heads."""
+    *copies, cost = costs_of(call_of(name, layout))
+    assert all(copy.op_class == MOVEMENT for copy in copies)
     assert cost.work.backend == kernel
     assert cost.flops == (5 if name.endswith("backward") else 2) * 2 * (2 * 3) * 8 * 8 * 16
 

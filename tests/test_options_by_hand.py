@@ -18,6 +18,7 @@ from flopmeter.cli.targets import Target
 from flopmeter.cli.training import checkpoint_blocks, optimizer_choice
 from flopmeter.run.launchers import CommandLine
 from flopmeter.run.report import NothingRanError
+from flopmeter.run.script import Ending
 from flopmeter.run.session import Wishes
 
 H100 = load_hardware("h100-sxm5-80gb")
@@ -324,7 +325,7 @@ def script(tmp_path):
 def test_run_hands_over_each_of_its_options(called, script, monkeypatch):
     report = Made(render=lambda format, by: f"{format} by {by}\n", step=None)
     monkeypatch.setattr(run_command, "_report", lambda runs, script, ending: report)
-    ran = {0: Made(ending=Made(code=3, error=None))}
+    ran = {0: Made(ending=Ending(3))}
     monkeypatch.setattr(run_command, "first_failed", lambda runs: None)
 
     def wishes(options, words=""):
@@ -388,12 +389,12 @@ def test_a_script_that_only_tells_its_options_has_no_report(script, monkeypatch)
     monkeypatch.setattr(run_command, "report_of", nothing)
     for argument in ("-h", "--help"):
         own = Made(name="train.py", arguments=(argument,))
-        assert run_command._report({}, own, Made(error=None)) is None
+        assert run_command._report({}, own, Ending(0)) is None
     with pytest.raises(NothingRanError):
-        run_command._report({}, Made(name="train.py", arguments=()), Made(error=None))
+        run_command._report({}, Made(name="train.py", arguments=()), Ending(0))
     monkeypatch.setattr(run_command, "report_of", lambda runs, name: f"report of {name}")
     own = Made(name="train.py", arguments=())
-    found = [run_command._report({}, own, Made(error=error)) for error in (None, KeyboardInterrupt(), ValueError())]
+    found = [run_command._report({}, own, Ending(1, error)) for error in (None, KeyboardInterrupt(), ValueError())]
     assert found == ["report of train.py", "report of train.py", None]
 
 

@@ -299,9 +299,9 @@ def flop_energy(work: AttentionWork, hardware: Hardware) -> float:
     """Energy of a FLOP on matrix units, relative to that in a large product."""
     if (hardware.compute_capability or (0, 0))[0] != _HOPPER_MAJOR:
         return 1.0
-    return attention_kernels.HOPPER_ATTENTION_ENERGY * (
-        1.0 if _is_new(work, hardware) else attention_kernels.HOPPER_MMA_ENERGY
-    )
+    is_new = _is_new(work, hardware)
+    of_pass = attention_kernels.HOPPER_ATTENTION_ENERGY if is_new else attention_kernels.HOPPER_MMA_ATTENTION_ENERGY
+    return of_pass[work.shape.is_backward]
 
 
 def _is_new(work: AttentionWork, hardware: Hardware) -> bool:

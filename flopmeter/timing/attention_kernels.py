@@ -50,13 +50,13 @@ class AttentionKernel(NamedTuple):
 # The share of the matrix peak that the loop over the keys reaches, the softmax aside.
 ATTENTION_PIPE_SHARE = 0.9
 
-# Energy of a FLOP of fused attention on Hopper, in that of a large product: a softmax comes with it. Ampere's `mma`
-# takes more, since its operands are copied to registers first; on Ampere and Ada products do that, too, and attention
-# there is met without a factor ([aiconfigurator], [vidur]). Blackwell was not measured. From the time of runs of a
-# second on an H100 SXM at its limit of 700 W beside that at the boost clock (torch 2.11, 2026-11; causal, 32 heads of
-# 128, 16,384 tokens): 1.24 forward and 1.32 backward by cuDNN's kernels, 2.30 and 2.25 by FlashAttention-2's.
-HOPPER_ATTENTION_ENERGY = 1.28
-HOPPER_MMA_ENERGY = 1.78
+# Energy of a FLOP of fused attention on Hopper, forward and backward, in that of a large product: a softmax comes with
+# it. Ampere's `mma` takes more, since its operands are copied to registers first; on Ampere and Ada products do that,
+# too, and attention there is met without a factor ([aiconfigurator], [vidur]). Blackwell was not measured. Fitted to
+# the time of runs of a second on an H100 SXM at its limit of 700 W (torch 2.11, 2026-11; causal, 32 heads of 128, 16,384
+# tokens), by cuDNN's kernels and by FlashAttention-2's.
+HOPPER_ATTENTION_ENERGY = 1.23, 1.47
+HOPPER_MMA_ATTENTION_ENERGY = 2.29, 2.22
 
 # FlashAttention-2 has four warps, and for heads of more than 128 one for each 16 queries (flash_fwd_launch_template.h).
 # Heads of 256 on an H100 take .84 of the measured time with that bound and .75 without.
