@@ -21,8 +21,8 @@ has_registry = pytest.mark.skipif(
 
 
 def step(implementation: str | None, hardware: str):
-    """A causal forward and backward pass by torch's flash attention, after the program has chosen its kernels. Tokens lie
-    whole, so that none of them copies."""
+    """A causal forward and backward pass by torch's flash attention, after the program has chosen its kernels. Tokens
+    lie whole, so that none of them copies."""
     with flopmeter.cuda(hardware, steps=2, wishes=Wishes(shims=tuple(SHIMS.values()))) as device:
         if implementation:
             attention.activate_flash_attention_impl(implementation)

@@ -53,8 +53,8 @@ ATTENTION_PIPE_SHARE = 0.9
 # Energy of a FLOP of fused attention on Hopper, forward and backward, in that of a large product: a softmax comes with
 # it. Ampere's `mma` takes more, since its operands are copied to registers first; on Ampere and Ada products do that,
 # too, and attention there is met without a factor ([aiconfigurator], [vidur]). Blackwell was not measured. Fitted to
-# the time of runs of a second on an H100 SXM at its limit of 700 W (torch 2.11, 2026-11; causal, 32 heads of 128, 16,384
-# tokens), by cuDNN's kernels and by FlashAttention-2's.
+# the time of runs of a second on an H100 SXM at its limit of 700 W (torch 2.11, 2026-11; causal, 32 heads of 128,
+# 16,384 tokens), by cuDNN's kernels and by FlashAttention-2's.
 HOPPER_ATTENTION_ENERGY = 1.23, 1.47
 HOPPER_MMA_ATTENTION_ENERGY = 2.29, 2.22
 
