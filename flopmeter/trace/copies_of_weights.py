@@ -46,15 +46,17 @@ class _Follows:
     def see(self, op: Op) -> None:
         if self.roles.keys().isdisjoint(op.storages) and self._open.isdisjoint(op.storages):
             return
+        results = [number for number, shape in _results(op) if shape in self._shapes and number not in self.roles]
+        if not results:
+            return
         inputs = [(op.storages[spec.storage], spec.shape) for spec in op.call.inputs if spec.shape]  # no single numbers
         known = {self.roles[number] for number, _ in inputs if number in self.roles}
         overwritten = {number for number, _ in _written(op)} if _only_writes(op) else set()
         others = [each for each in inputs if each[0] not in self.roles.keys() | overwritten]
         if others and not (_is_element_wise(op) and all(map(self._is_open, others))):
             return
-        results = [number for number, shape in _results(op) if shape in self._shapes]
         if known:
-            self.roles |= dict.fromkeys(set(results) - self.roles.keys(), _role(known, bool(others)))
+            self.roles |= dict.fromkeys(results, _role(known, bool(others)))
         elif others:
             self._open.update(results)
 
