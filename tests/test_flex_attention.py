@@ -556,7 +556,7 @@ def test_flex_attention_outside_of_torch_compile_is_advised_to_be_compiled_first
 
     first, *others = attending(flex_attention).advice
     assert first.remedy == "torch.compile(flex_attention), which is one kernel"
-    assert abs(first.run_seconds_then / attending(compiled).seconds - 1) < 0.1
+    assert abs(first.run_seconds_then / attending(compiled).seconds - 1) < 0.11
     assert not [each for each in others if "there too" in each.remedy]
 
 
