@@ -92,32 +92,27 @@ def test_without_a_number_of_steps_it_runs_to_its_end(ran):
     assert (report.parts.count, out) == (200, "to the end\n")
 
 
+DRAFTED = """
+draft, target = linear(), linear(128)
+with torch.no_grad():
+    for _ in range({rounds}):
+        for _ in range({tokens}):
+            draft(x)
+        target(x)
+print("to the end")
+"""
+
+
 def test_what_comes_every_few_calls_is_in_the_round_when_it_is_stopped(ran):
-    report, out, _ = ran("""
-        draft, target = linear(), linear(128)
-        with torch.no_grad():
-            for _ in range(1000):
-                for _ in range(6):
-                    draft(x)
-                target(x)
-        print("to the end")
-    """)
+    report, out, _ = ran(DRAFTED.format(rounds=1000, tokens=6))
     assert out == ""
     assert report.step.macs == 6 * 8 * 64 * 64 + 8 * 64 * 128
 
 
 def test_a_target_that_checks_many_tokens_of_a_draft_is_in_the_round_when_it_is_stopped(ran, monkeypatch):
     """At the first look, after 32 calls, the target has been called once, which is no round yet."""
-    monkeypatch.setattr(session, "PATIENCE_S", 1.0)
-    report, out, _ = ran("""
-        draft, target = linear(), linear(128)
-        with torch.no_grad():
-            for _ in range(10_000):
-                for _ in range(20):
-                    draft(x)
-                target(x)
-        print("to the end")
-    """)
+    end_after(monkeypatch, 20)
+    report, out, _ = ran(DRAFTED.format(rounds=10_000, tokens=20))
     assert out == ""
     assert report.parts.marked_by == "rounds of calls: Linear ×21"
     assert report.step.macs == 20 * 8 * 64 * 64 + 8 * 64 * 128

@@ -59,7 +59,8 @@ def _most_per_second(report: Report, trace: Trace, most: int) -> tuple[int, Repo
     """How many times the batch does most per second, and the report of that; 1 where none is found."""
     grows = depends_on_inputs(trace)
     times, best, then = 1, report.seconds, report
-    for items in (None, _items_of_batch(trace)):
+    for is_outermost in (True, False):
+        items = None if is_outermost else _items_of_batch(trace)
         while 2 * times <= most:
             run = _if_priced(report, scaled(trace, grows, 2 * times, items))
             if run is None or not _is_proportional(report, run, 2 * times):
