@@ -26,8 +26,9 @@ def note_copies_of_weights(part: Trace, whole: Trace) -> None:
         for number, storage in enumerate(part.storages)
         if storage.role is None and storage.born == BEFORE != storage.died and storage.device == part.device
     }
-    if not kept:
-        return
+    touching = (op for op in whole.ops if not kept.isdisjoint(op.storages))
+    if all(kept.isdisjoint((op.makes - op.reads).union(number for number, _ in _written(op))) for op in touching):
+        return  # no op of this program filled them: most programs' data
     follows = _Follows(whole, kept)
     for op in whole.ops:
         follows.see(op)
