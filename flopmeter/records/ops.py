@@ -99,6 +99,14 @@ class Op(NamedTuple):
         return {self.storages[spec.storage] for spec in self.call.outputs}
 
     @property
+    def written(self) -> tuple[TensorSpec, ...]:
+        """The tensors that it writes in place."""
+        arguments = self.call.func._schema.arguments
+        given = (self.call.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write)
+        lists = ((value,) if isinstance(value, TensorSpec) else value or () for value in given)
+        return tuple(spec._replace(storage=self.storages[spec.storage]) for specs in lists for spec in specs)
+
+    @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         return tuple(spec._replace(storage=self.storages[spec.storage]) for spec in self.call.inputs)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flopmeter.records import BEFORE, Op, StorageRole, TensorSpec, Trace
+from flopmeter.records import BEFORE, Op, StorageRole, Trace
 from flopmeter.torch_names.operators import aten
 
 _BY_PRECEDENCE: tuple[StorageRole, ...] = ("gradients", "copies of weights", "parameters")
@@ -27,7 +27,7 @@ def note_copies_of_weights(part: Trace, whole: Trace) -> None:
         if storage.role is None and storage.born == BEFORE != storage.died and storage.device == part.device
     }
     touching = (op for op in whole.ops if not kept.isdisjoint(op.storages))
-    if all(kept.isdisjoint((op.makes - op.reads).union(number for number, _ in _written(op))) for op in touching):
+    if all(kept.isdisjoint((op.makes - op.reads).union(spec.storage for spec in op.written)) for op in touching):
         return  # no op of this program filled them: most programs' data
     follows = _Follows(whole, kept)
     for op in whole.ops:
@@ -52,7 +52,7 @@ class _Follows:
             return
         inputs = [(op.storages[spec.storage], spec.shape) for spec in op.call.inputs if spec.shape]  # no single numbers
         known = {self.roles[number] for number, _ in inputs if number in self.roles}
-        overwritten = {number for number, _ in _written(op)} if _only_writes(op) else set()
+        overwritten = {spec.storage for spec in op.written} if _only_writes(op) else set()
         others = [each for each in inputs if each[0] not in self.roles.keys() | overwritten]
         if others and not (_is_element_wise(op) and all(map(self._is_open, others))):
             return
@@ -111,12 +111,4 @@ def _is_element_wise(op: Op) -> bool:
 def _results(op: Op) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Its outputs, and what it writes in place: lists of tensors are no outputs."""
     yield from ((op.storages[spec.storage], spec.shape) for spec in op.call.outputs)
-    yield from _written(op)
-
-
-def _written(op: Op) -> Iterator[tuple[int, tuple[int, ...]]]:
-    for argument in op.call.func._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written = op.call.get(argument.name)
-            for spec in (written,) if isinstance(written, TensorSpec) else written or ():
-                yield op.storages[spec.storage], spec.shape
+    yield from ((spec.storage, spec.shape) for spec in op.written)

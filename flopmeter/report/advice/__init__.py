@@ -13,6 +13,7 @@ from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     batch,
     checkpoints,
     copies,
+    frozen,
     gradients,
     growing,
     host_copies,

@@ -1,0 +1,109 @@
+"""Advice to freeze weights that nothing updates, against the program that does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from flopmeter import FlopMeter
+
+H100 = "h100-sxm5-80gb"
+
+
+class Layer(nn.Module):
+    """nn.TransformerEncoderLayer runs other ops where nothing asks for a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(512), nn.Linear(512, 3 * 512), nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 8, 64)).permute(2, 0, 3, 1, 4)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(1000, 512)
+        self.backbone = nn.Sequential(Layer(), Layer())
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.backbone(self.words(ids))[:, 0])
+
+
+def trained(*frozen: str, updated: str | tuple[str, ...] = "", by_hand: bool = False, clears: bool = True):
+    """The report of a step. `updated`: the weights that are, by how their names begin. Of `frozen` none asks for a
+    gradient."""
+    with torch.device("meta"):
+        model = Classifier()
+        ids, labels = torch.zeros(32, 128, dtype=torch.int64), torch.zeros(32, dtype=torch.int64)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not name.startswith(frozen or "-"))
+    some = [weight for name, weight in model.named_parameters() if name.startswith(updated) and weight.requires_grad]
+    optimizer = torch.optim.AdamW(some, fused=True)
+    for _ in range(2):
+        with FlopMeter(H100) as meter:
+            F.cross_entropy(model(ids), labels).backward()
+            if by_hand:
+                with torch.no_grad():
+                    for weight in some:
+                        weight -= 0.1 * weight.grad
+            else:
+                optimizer.step()
+            if clears:
+                model.zero_grad()
+    return meter.report()
+
+
+def told(report):
+    return [each for each in report.advice if "requires_grad_" in each.remedy]
+
+
+@pytest.mark.parametrize("clears", [True, False], ids=["cleared", "never cleared"])
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "AdamW"])
+@pytest.mark.parametrize(
+    ("updated", "frozen"),
+    [("head", ("words", "backbone")), (("head", "backbone"), ("words",)), (("backbone", "words"), ("head",))],
+    ids=["the head", "all but the table", "all but the head"],
+)
+def test_freezing_what_nothing_updates_is_priced_as_the_program_that_does(updated, frozen, by_hand, clears):
+    plain, mended = (trained(*names, updated=updated, by_hand=by_hand, clears=clears) for names in ((), frozen))
+    gain = plain.seconds - mended.seconds
+    if gain < 0.03 * plain.seconds:
+        assert not told(plain)
+    else:
+        (advice,) = told(plain)
+        assert advice.gain_seconds == pytest.approx(gain, rel=0.05, abs=0.005 * plain.seconds)
+        assert updated != "head" or advice == plain.advice[0]
+    assert not told(mended)
+
+
+def test_nothing_is_told_to_freeze_where_all_is_updated_or_nothing_is():
+    assert not told(trained())
+    with FlopMeter(H100) as meter:
+        model = Classifier().to("meta")
+        model(torch.zeros(32, 128, dtype=torch.int64, device="meta")).sum().backward()
+    assert not told(meter.report())
+
+
+def test_gradients_that_are_read_are_no_advice_to_freeze():
+    """The slope of the loss by its input runs through the same layers."""
+    with torch.device("meta"):
+        model, head = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(4)]), nn.Linear(2048, 2048)
+        x = torch.empty(4096, 2048, requires_grad=True)
+    seconds = {}
+    optimizer = torch.optim.SGD(head.parameters(), 0.1)
+    for is_frozen in (False, True):
+        model.requires_grad_(not is_frozen)
+        with FlopMeter(H100) as meter:
+            head(model(x)).sum().backward()
+            optimizer.step()
+        report = seconds[is_frozen] = meter.report()
+        assert len(told(report)) == (not is_frozen)
+    (advice,) = told(seconds[False])
+    assert advice.run_seconds_then == pytest.approx(seconds[True].seconds, rel=0.01)
+    assert sum(kernel.cost.macs for kernel in seconds[True].kernels) == 4096 * 2048 * 2048 * (5 + 5 + 1)
