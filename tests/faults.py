@@ -293,11 +293,12 @@ def repeated(part: torch.Tensor) -> torch.Tensor:
 def mask_repeated_for_all(is_mended: bool) -> Run:
     """Which sequences all share: the mask goes through memory once for each of them."""
     with torch.device("meta"):
-        q, mask = torch.empty(4, 16, 2048, 64, dtype=HALF), torch.empty(2048, 2048, dtype=torch.bool)
+        q = torch.empty(4, 16, 2048, 64, dtype=HALF)
+        masks = [torch.empty(2048, 2048, dtype=torch.bool) for _ in range(4)]
 
     def step():
         y = q
-        for _ in range(4):
+        for mask in masks:
             all_masks = mask.expand(4, 1, -1, -1)
             y = F.scaled_dot_product_attention(y, y, y, all_masks if is_mended else all_masks.contiguous())
 

@@ -111,6 +111,7 @@ class Trace:
     forward_ends: list[int] = field(default_factory=list)  # how many ops had run when an outermost module's call ended
     optimizer_steps: list[OptimizerStep] = field(default_factory=list)
     devices: dict[str, None] = field(default_factory=dict)  # the devices that ops touched, in order of appearance
+    earlier: list[Op] = field(default_factory=list)  # in a part of a trace: as many ops before it, of the step before
 
     def __repr__(self) -> str:
         return f"<Trace: {len(self.ops)} ops on {self.device}>"
@@ -204,6 +205,7 @@ def part_of(trace: Trace, ops: range) -> Trace:
             step._replace(end=step.end - start) for step in trace.optimizer_steps if start < step.end <= stop
         ],
         devices=trace.devices,
+        earlier=trace.ops[max(0, start - len(ops)) : start],
     )
 
 

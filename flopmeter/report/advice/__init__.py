@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     accumulation,
+    again,
     attention,
     batch,
     checkpoints,

@@ -1,0 +1,116 @@
+"""Work that is done again: an op on tensors that hold what they held when it ran before, in the step before or earlier
+in this one, as tables of angles that each layer makes, or keys and values of a text that each new token makes.
+
+What a storage holds gets a number, as compilers number values: an op whose operands have the numbers that they had
+before makes what has the number of its result before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+import torch
+
+from flopmeter.records import BEFORE, Call, Op, Trace
+from flopmeter.report.advice.remedies import Proposal, has_backward, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.rewrite import is_view
+from flopmeter.report.report import Report
+
+
+@remedy
+def computed_again(report: Report) -> Iterator[Proposal]:
+    trace = trace_of(report)
+    earlier = trace.earlier if has_backward(trace) or _goes_on(trace) else []
+    again = _again(trace, earlier)
+    if again:
+        across = bool(again - _again(trace, []))
+        yield with_other_ops(
+            report,
+            f"computed from the same tensors {'in each step' if across else 'more than once'}",
+            "compute it once and keep it, before the loop" if across else "compute it once and hand it on",
+            again,
+        )  # fmt: skip
+
+
+def _goes_on(trace: Trace) -> bool:
+    """Whether a step of inference has another input than the one before: from the host, or what that one made. One that
+    has not is a benchmark: in use each would get something else."""
+    made = {number for op in trace.earlier for number in op.makes.union(spec.storage for spec in op.written)}
+    return any(
+        (spec.device == "cpu" and spec.numel > 1) or spec.storage in made
+        for op in trace.ops
+        for spec in op.inputs
+        if trace.storages[spec.storage].role is None and trace.storages[spec.storage].born == BEFORE
+    )
+
+
+def _again(trace: Trace, earlier: Sequence[Op]) -> set[int]:
+    """The ops of forward passes that compute what is there already, and stays, for others that do not."""
+    overwritten = {spec.storage for op in (*earlier, *trace.ops) for spec in op.written}
+    values = _Values(overwritten)
+    for op in earlier:
+        values.meet(op)
+    if has_backward(trace):  # another batch may lie where the last one did
+        values.forget(number for number, storage in enumerate(trace.storages) if storage.role is None)
+    known = {index for index, op in enumerate(trace.ops) if values.meet(op) and op.phase == "forward"}
+    needed = {number for index, op in enumerate(trace.ops) if index not in known for number in op.reads}
+    again, made = set[int](), set[int]()
+    for index in sorted(known, reverse=True):
+        op = trace.ops[index]
+        if not is_view(op) and not needed.isdisjoint(op.makes):
+            again.add(index)
+            made |= op.makes
+            needed |= op.reads
+    return again | {
+        index for index in known - again if is_view(trace.ops[index]) and _goes_too(trace, index, again, made)
+    }
+
+
+def _goes_too(trace: Trace, view: int, again: set[int], made: set[int]) -> bool:
+    """Whether it is a view of what such an op made, or one that the program takes for such an op."""
+    after = next((place for place in range(view + 1, len(trace.ops)) if not is_view(trace.ops[place])), None)
+    return after in again or not made.isdisjoint(trace.ops[view].makes)
+
+
+class _Values:
+    """What storages hold. `overwritten`: those that are written to after they were made, and do not stay."""
+
+    def __init__(self, overwritten: set[int]) -> None:
+        self._overwritten = overwritten
+        self._numbers = count()
+        self._held: dict[int, object] = {}  # by storage
+        self._made: dict[tuple[Call, tuple[object, ...]], int] = {}
+        self._kept = set[int]()  # results that stay
+
+    def forget(self, storages: Iterator[int]) -> None:
+        for number in storages:
+            self._held.pop(number, None)
+
+    def meet(self, op: Op) -> bool:
+        """Whether the op computes what another one did that ran before it."""
+        reads = op.reads
+        made = op.makes - reads
+        changed = made.union(spec.storage for spec in op.written)
+        if not _is_fixed(op):
+            self._held.update((number, next(self._numbers)) for number in changed)
+            return False
+        key = op.call, tuple(self._value(number) for number in op.storages if number in reads)
+        result = self._made.setdefault(key, next(self._numbers))
+        self._held.update((number, (result, op.storages.index(number))) for number in changed)
+        is_known = result in self._kept
+        if changed.isdisjoint(self._overwritten):
+            self._kept.add(result)
+            return is_known
+        return False
+
+    def _value(self, storage: int) -> object:
+        return self._held.setdefault(storage, next(self._numbers))
+
+
+def _is_fixed(op: Op) -> bool:
+    """Whether its operands decide its result. What lies on the host may be changed by others than torch."""
+    func = op.call.func
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    is_torch = func.namespace == "aten" and op.graph is None and op.call.body is None
+    return is_torch and not is_random and all(spec.device != "cpu" or spec.numel == 1 for spec in op.call.inputs)

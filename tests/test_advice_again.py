@@ -1,0 +1,169 @@
+"""Advice on what a program computes again from the same tensors, against the program that keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from flopmeter import FlopMeter
+
+H100 = "h100-sxm5-80gb"
+HALF = torch.bfloat16
+
+
+def told(report):
+    return [each for each in report.advice if each.remedy.startswith("compute it once")]
+
+
+def last_of(step: Callable[[], object], times: int = 3):
+    """The report of the last of so many steps."""
+    with torch.device("meta"), FlopMeter(H100) as meter:
+        for _ in range(times):
+            start = len(meter.trace.ops)
+            step()
+    return meter.report(ops=range(start, len(meter.trace.ops)))
+
+
+def heads(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, (16, 64)).transpose(1, 2)
+
+
+class Reader(nn.Module):
+    """A layer that looks at a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = (nn.Linear(1024, size, dtype=HALF, device="meta") for size in (1024, 2048, 1024))
+
+    def keys_of(self, text: torch.Tensor) -> list[torch.Tensor]:
+        return [heads(each) for each in self.kv(text).chunk(2, -1)]
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor | None, kept: list[torch.Tensor] | None) -> torch.Tensor:
+        q = heads(self.q(x))
+        k, v = self.keys_of(text) if kept is None else kept
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("tokens", [200, 1500])
+@torch.no_grad()
+def test_keys_of_a_text_that_each_token_makes_anew_are_priced_as_those_that_are_kept(tokens):
+    layers = [Reader() for _ in range(6)]
+    text = torch.empty(32, tokens, 1024, dtype=HALF, device="meta")
+
+    def decoding(keeps: bool) -> Callable[[], None]:
+        kept = [layer.keys_of(text) if keeps else None for layer in layers]
+        x = [torch.empty(32, 1, 1024, dtype=HALF, device="meta")]
+
+        def step() -> None:
+            for layer, own in zip(layers, kept, strict=True):
+                x[0] = layer(x[0], text, own)
+
+        return step
+
+    plain, mended = last_of(decoding(False)), last_of(decoding(True))
+    (advice,) = told(plain)
+    assert advice.remedy == "compute it once and keep it, before the loop"
+    assert advice.gain_seconds == pytest.approx(plain.seconds - mended.seconds, rel=0.05)
+    assert not told(mended)
+
+
+def angles(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    turns = torch.outer(torch.arange(length).float(), torch.arange(512).float())
+    return turns.cos(), turns.sin()
+
+
+def test_tables_that_each_layer_makes_are_priced_as_those_that_are_handed_on():
+    with torch.device("meta"):
+        layers = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(6)])
+
+    def forward(x: torch.Tensor, hands_on: bool) -> torch.Tensor:
+        tables = angles(4096)
+        for layer in layers:
+            cos, sin = tables if hands_on else angles(4096)
+            left, right = layer(x).chunk(2, -1)
+            x = torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+        return x
+
+    reports = []
+    for hands_on in (False, True):
+        with torch.device("meta"), FlopMeter(H100) as meter:
+            forward(torch.rand(4096, 1024), hands_on).sum().backward()
+        reports.append(meter.report())
+    (advice,) = told(reports[0])
+    assert advice.remedy == "compute it once and hand it on"
+    assert advice.gain_seconds == pytest.approx(
+        reports[0].seconds - reports[1].seconds, abs=0.06 * reports[0].seconds
+    )  # the first layer makes them twice
+    assert not told(reports[1])
+
+
+def _mlp(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), *more, nn.Linear(1024, 1024)).to("meta")
+
+
+@torch.no_grad()
+def infers(*more: nn.Module) -> Callable[[], object]:
+    model, x = _mlp(*more), torch.empty(8192, 1024, device="meta")
+    return lambda: model(x)
+
+
+def trains() -> Callable[[], object]:
+    """On one batch, which is scaled first."""
+    model, x = _mlp(), torch.empty(8192, 1024, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+    def step() -> None:
+        model(((x - 1) / 2).exp()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@torch.no_grad()
+def adds_by_index() -> Callable[[], object]:
+    """Zeros that are added to are others each time."""
+    index = torch.zeros(100, dtype=torch.int64, device="meta")
+    held = [torch.empty(100, 4096, device="meta")]
+
+    def step() -> None:
+        for _ in range(3):
+            held[0] = torch.zeros(100, 4096).index_add_(0, index, held[0])
+
+    return step
+
+
+@torch.no_grad()
+def rewrites() -> Callable[[], object]:
+    """The weight is another one each time, though its memory is the same."""
+    weight, x = torch.empty(1024, 1024, device="meta"), [torch.empty(8, 1024, device="meta")]
+
+    def step() -> None:
+        weight.mul_(0.5)
+        x[0] = x[0] @ (weight @ weight)
+
+    return step
+
+
+@torch.no_grad()
+def draws() -> Callable[[], object]:
+    x = [torch.empty(1024, 1024, device="meta")]
+
+    def step() -> None:
+        for _ in range(2):
+            x[0] = x[0] + torch.rand(1024, 1024)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "program",
+    [infers(), infers(nn.Dropout()), trains(), adds_by_index(), rewrites(), draws()],
+    ids=["a benchmark", "one by chance", "training on one batch", "sums", "a weight that changes", "random numbers"],
+)
+def test_what_is_the_same_for_the_benchmark_alone_or_does_not_stay_is_no_advice(program):
+    assert not told(last_of(program))
