@@ -297,6 +297,6 @@ def _latest(number: int, report: Report) -> int | None:
 def _in_flight(report: Report) -> float:
     """The most activations that are alive, as a multiple of those that the first forward pass leaves."""
     trace, activations = report.memory.trace, report.memory.timeline["activations"]
-    ends = [end for end in trace.forward_ends if end <= report.memory.steps]
+    ends = [each.op for each in trace.forward_ends if each.op <= report.memory.steps]
     first = activations[ends[0]] if ends else 0
     return max(activations[end] for end in ends) / first if first else 0.0

@@ -136,8 +136,9 @@ def launches(
 
 
 def _nodes(kernels: list[Kernel], trace: Trace) -> Nodes:
-    """Which nodes an op of the backward pass belongs to is not known, so that all of these bear the same part."""
-    recorded = sum(each.nodes for each in trace.backward_passes)
+    """Which nodes an op of the backward pass belongs to is not known, so that all of these bear the same part.
+    Inference outside of torch.no_grad() records for no backward pass."""
+    recorded = sum(each.nodes for each in trace.backward_passes or trace.forward_ends)
     if not recorded:
         return Nodes()
     phases = Counter(kernel.op.phase for kernel in kernels)

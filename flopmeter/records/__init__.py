@@ -35,6 +35,7 @@ from flopmeter.records.traces import (
     DEFAULT_STREAM,
     Accumulation,
     BackwardPass,
+    ForwardEnd,
     OptimizerStep,
     Resize,
     Storage,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from flopmeter.records.compiled import Compilation
 from flopmeter.records.costs import Switches
@@ -40,6 +40,14 @@ class Resize(NamedTuple):
 class BackwardPass(NamedTuple):
     """The backward pass that begins with the op of that index. `nodes`: how many ops autograd had recorded since the
     backward pass or the optimizer's step before it."""
+
+    op: int
+    nodes: int
+
+
+class ForwardEnd(NamedTuple):
+    """The call of an outermost module ended before the op of that index. `nodes`: how many ops autograd had recorded
+    since the call before it ended."""
 
     op: int
     nodes: int
@@ -108,7 +116,7 @@ class Trace:
     templates: list[TemplateRun] = field(default_factory=list)
     compilation: Compilation = field(default_factory=Compilation)
 
-    forward_ends: list[int] = field(default_factory=list)  # how many ops had run when an outermost module's call ended
+    forward_ends: list[ForwardEnd] = field(default_factory=list)
     optimizer_steps: list[OptimizerStep] = field(default_factory=list)
     devices: dict[str, None] = field(default_factory=dict)  # the devices that ops touched, in order of appearance
     earlier: list[Op] = field(default_factory=list)  # in a part of a trace: as many ops before it, of the step before
@@ -135,21 +143,26 @@ def rearranged(
         dtensor_ops={place[op]: number for op, number in trace.dtensor_ops.items() if op not in gone},
         resizes=[each._replace(op=place[each.op]) for each in trace.resizes],
         accumulations=[each._replace(op=place[each.op]) for each in trace.accumulations if each.op not in gone],
-        backward_passes=list(_passes(trace, ops, place)),
+        backward_passes=_recorded(trace.backward_passes, trace, ops, place),
         stream_use=_renumbered(trace.stream_use, lambda op: None if op in gone else place[op], place.__getitem__),
-        forward_ends=[place[end] for end in trace.forward_ends],
+        forward_ends=_recorded(trace.forward_ends, trace, ops, place),
         optimizer_steps=[step._replace(end=place[step.end]) for step in trace.optimizer_steps],
     )
 
 
-def _passes(trace: Trace, ops: list[Op], place: Sequence[int]) -> Iterator[BackwardPass]:
-    """The backward passes of a trace with other ops. Autograd records in proportion to the ops of the forward pass."""
-    start = 0
-    for end, nodes in trace.backward_passes:
-        before = _forward_ops(trace.ops[start:end])
-        now = _forward_ops(ops[place[start] : place[end]])
-        yield BackwardPass(place[end], round(nodes * now / before) if before else nodes)
-        start = end
+_Ends = TypeVar("_Ends", BackwardPass, ForwardEnd)
+
+
+def _recorded(ends: list[_Ends], trace: Trace, ops: list[Op], place: Sequence[int]) -> list[_Ends]:
+    """The ends of what autograd recorded, of a trace with other ops: it records in proportion to those of the forward
+    pass."""
+    found, start = [], 0
+    for each in ends:
+        before = _forward_ops(trace.ops[start : each.op])
+        now = _forward_ops(ops[place[start] : place[each.op]])
+        found.append(each._replace(op=place[each.op], nodes=round(each.nodes * now / before) if before else each.nodes))
+        start = each.op
+    return found
 
 
 def _forward_ops(ops: list[Op]) -> int:
@@ -200,7 +213,7 @@ def part_of(trace: Trace, ops: range) -> Trace:
             if start <= run.start and run.stop <= stop
         ],
         compilation=trace.compilation.of(op.graph for op in trace.ops[start:stop]),
-        forward_ends=[end - start for end in trace.forward_ends if start < end <= stop],
+        forward_ends=[each._replace(op=each.op - start) for each in trace.forward_ends if start < each.op <= stop],
         optimizer_steps=[
             step._replace(end=step.end - start) for step in trace.optimizer_steps if start < step.end <= stop
         ],

@@ -122,6 +122,7 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         if self._depth == 0:  # else the recorder is on, and entered again to run a composite
             self._attribution.begin()
+            self.roles.begin()
             with ExitStack() as undo:
                 undo.enter_context(self.modules)
                 undo.enter_context(triton_kernels.recorded(self, self.values))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flopmeter.records import StorageRole, Trace
-from flopmeter.torch_names.private import graph_task
+from flopmeter.records import ForwardEnd, StorageRole, Trace
+from flopmeter.torch_names.private import graph_task, node_count
 from flopmeter.trace.storages import Storages
 from flopmeter.trace.subclasses import wrapped
 
@@ -20,11 +20,18 @@ class TensorRoles:
 
     def __init__(self, trace: Trace, storages: Storages) -> None:
         self._trace, self._storages = trace, storages
+        self._nodes = 0  # of autograd, when the last call of an outermost module ended
+
+    def begin(self) -> None:
+        """Recording begins."""
+        self._nodes = node_count()
 
     def note_module(self, module: nn.Module) -> None:
         """An outermost module has run."""
         if graph_task() == -1:  # else a checkpoint recomputes
-            self._trace.forward_ends.append(len(self._trace.ops))
+            nodes = node_count()
+            self._trace.forward_ends.append(ForwardEnd(len(self._trace.ops), nodes - self._nodes))
+            self._nodes = nodes
         # nn.Module.buffers: a module may have an attribute of that name (that of Megatron-LM around a model does)
         for parameter in (*module.parameters(), *nn.Module.buffers(module)):
             self._note_parameter(parameter)

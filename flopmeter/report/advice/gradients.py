@@ -1,13 +1,24 @@
-"""Gradients that are made without need: filled with zeros, or by several passes through one graph."""
+"""Gradients that are made without need: filled with zeros, or by several passes through one graph; and what is recorded
+for gradients that nobody asks for."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.passes import backward_passes, grown_in, read_in
-from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.remedies import (
+    Proposal,
+    all_kernels,
+    everything,
+    priced,
+    remedy,
+    trace_of,
+    with_other_ops,
+)
 from flopmeter.report.advice.rewrite import in_place_of, is_view
+from flopmeter.report.quantities import counted
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -48,6 +59,22 @@ def fills_gradients(trace: Trace, op: Op) -> bool:
     if op.packet not in (aten.zero_, aten._foreach_zero_) or op.phase == "backward":
         return False
     return all(trace.storages[spec.storage].role == "gradients" for spec in op.inputs)
+
+
+@remedy
+def recorded_for_nothing(report: Report) -> Iterator[Proposal]:
+    """Inference outside of `torch.no_grad()`."""
+    trace = trace_of(report)
+    nodes = sum(end.nodes for end in trace.forward_ends)
+    if not nodes or any(op.phase == "backward" for op in (*trace.earlier, *trace.ops)):
+        return
+    without = dataclasses.replace(trace, forward_ends=[end._replace(nodes=0) for end in trace.forward_ends])
+    yield Proposal(
+        all_kernels(report), everything,
+        f"autograd records {counted(nodes, 'node')} for a backward pass that does not come, and keeps what they read",
+        "torch.inference_mode() around it, if nothing is trained",
+        priced(report, without),
+    )  # fmt: skip
 
 
 @remedy
