@@ -214,6 +214,14 @@ def test_other_masks_are_not_told_to_be_causal(queries, mask):
     assert not any("is_causal=True" in each.remedy for each in attended(queries, mask=mask).advice)
 
 
+def test_padding_of_as_many_numbers_as_a_square_is_not_told_to_be_causal():
+    """Of 32 sequences and 16 heads 512 keys, as nn.MultiheadAttention has them, beside 512 queries."""
+    q = torch.empty(32, 16, 512, 64, device="meta", dtype=BF16)
+    with FlopMeter(H100) as meter, torch.no_grad():
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask_of(32, 16, 1, 512))
+    assert not any("is_causal=True" in each.remedy for each in meter.report().advice)
+
+
 def test_a_bias_that_is_trained_is_not_told_to_be_a_causal_mask():
     class Biased(nn.Module):
         def __init__(self) -> None:

@@ -211,3 +211,23 @@ def test_modules_move_to_the_gpu_by_each_of_its_names_and_back():
         assert torch.zeros(2).cuda(0, non_blocking=True).is_cuda
         with pytest.raises(OtherDeviceError):
             layer.to(1)
+
+
+def test_memory_that_each_step_gives_back_to_the_driver_is_told_of():
+    """64 MiB of a tensor that each step makes anew. A step without it is silent."""
+    said = {}
+    for clears in (False, True):
+        with flopmeter.cuda(H100) as run:
+            model = torch.nn.Linear(8, 8, device="cuda")
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for _ in range(3):
+                large = torch.empty(64 * MB, dtype=torch.uint8, device="cuda").zero_()
+                model(torch.ones(8, 8, device="cuda")).sum().backward()
+                optimizer.step()
+                del large
+                if clears:
+                    torch.cuda.empty_cache()
+        said[clears] = [note for note in run.report().step.notes if "empty_cache" in note]
+    assert not said[False]
+    (note,) = said[True]
+    assert "gives 67.1 MB back in each step" in note

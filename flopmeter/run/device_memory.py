@@ -23,19 +23,26 @@ class DeviceMemory(StorageListener):
     on_out_of_memory: 'raise' gives the program torch.OutOfMemoryError, as on the device; 'report' goes on without
         limit, and `overflow` says so.
     kept_scratch: the bytes that ops have asked for so far and keep for themselves (scratch.py).
+    now: the number of ops so far.
     """
 
     def __init__(
-        self, hardware: Hardware, on_out_of_memory: OnOutOfMemory, kept_scratch: Callable[[], int] = lambda: 0
+        self,
+        hardware: Hardware,
+        on_out_of_memory: OnOutOfMemory,
+        kept_scratch: Callable[[], int] = lambda: 0,
+        now: Callable[[], int] = lambda: 0,
     ) -> None:
         self.hardware, self._raises, self._kept_scratch = hardware, on_out_of_memory == "raise", kept_scratch
         self.usable_bytes = usable_bytes_if_known(hardware)
         self._allocator = CachingAllocator(self.usable_bytes)
+        self._now = now
         self._held: dict[int, Any] = {}
         self._allocated = self._peak_allocated = 0  # bytes in blocks of the allocator
         self.allocations = 0
         self.fraction = 1.0  # of the device's memory, that the process may take
         self.overflow: str | None = None  # what did not fit, in words
+        self.given_back: list[tuple[int, int]] = []  # how many ops had run, and bytes, at each empty_cache()
 
     @property
     def allocated(self) -> int:
@@ -64,7 +71,9 @@ class DeviceMemory(StorageListener):
 
     def give_back(self) -> None:
         """torch.cuda.empty_cache()."""
+        before = self._allocator.reserved_bytes
         self._allocator.give_back()
+        self.given_back.append((self._now(), before - self._allocator.reserved_bytes))
 
     def free_and_total(self) -> tuple[int, int]:
         """Bytes, as torch.cuda.mem_get_info tells them. Raises HardwareError where the capacity is unknown."""

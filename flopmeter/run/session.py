@@ -19,6 +19,7 @@ from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import FlopMeter, Mode
 from flopmeter.records import DEFAULT_STREAM
 from flopmeter.records.collectives import COLLECTIVE_OPS
+from flopmeter.report.quantities import with_prefix
 from flopmeter.report.report import Report
 from flopmeter.run import child_processes, data, driver_tool, extensions, shims, text_kernels, values, world
 from flopmeter.run.clocks import HostClock
@@ -89,7 +90,7 @@ class ScriptSession:
             source=True,  # the lines of a script that its reader knows; a twentieth of the time
         )
         self.memory = DeviceMemory(
-            self.hardware, wishes.on_out_of_memory, lambda: kept_bytes(self.meter.trace, self.hardware)
+            self.hardware, wishes.on_out_of_memory, lambda: kept_bytes(self.meter.trace, self.hardware), self.now
         )
         self.meter.storage_listener = self.memory
         on_node = cluster_of(self.hardware).gpus_per_node if wishes.gpus > 1 else 1
@@ -297,6 +298,12 @@ class ScriptSession:
             yield f"the program names {self.named.name}, which is taken to be the one GPU that is metered"
         if self.memory.overflow:
             yield f"does not fit: {self.memory.overflow}"
+        step = self.step_ops()
+        if given_back := sum(nbytes for op, nbytes in self.memory.given_back if op in step):
+            yield (
+                f"torch.cuda.empty_cache() gives {with_prefix(given_back, 'B')} back in each step, for which later "
+                "tensors ask the driver again: the time that the driver takes for that is not priced"
+            )
         if self.steps.idle_updates:
             yield f"{self.steps.idle_updates} calls of optimizer.step() ran no op, and do not count as steps"
         if before := self.steps.parts(self.now()).before:

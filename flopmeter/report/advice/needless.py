@@ -157,7 +157,8 @@ def masks_of_places(report: Report) -> Iterator[Proposal]:
             continue
         q, k, _ = operands_of(op)
         queries, keys = q.shape[-2], k.shape[-2]
-        if queries != keys or queries == 1 or mask.distinct_elements != queries * keys:
+        is_square = queries == keys > 1 and mask.shape[-2:] == (queries, keys) and 0 not in mask.stride[-2:]
+        if not is_square or mask.distinct_elements != queries * keys:
             continue
         if (kernel := by_chosen_kernel(op, report.hardware, is_causal=True)) is not None:
             put_in[index] = kernel
