@@ -37,6 +37,7 @@ from flopmeter.records.traces import (
     BackwardPass,
     ForwardEnd,
     OptimizerStep,
+    Padding,
     Resize,
     Storage,
     StorageRole,

@@ -82,6 +82,15 @@ class Accumulation(NamedTuple):
     leaf: int  # its storage
 
 
+class Padding(NamedTuple):
+    """The op of that index looks up texts of `length` tokens, of which the longest has `longest`: the rest is padding
+    in all of them."""
+
+    op: int
+    length: int
+    longest: int
+
+
 class OptimizerStep(NamedTuple):
     """An optimizer made a step."""
 
@@ -118,6 +127,7 @@ class Trace:
 
     forward_ends: list[ForwardEnd] = field(default_factory=list)
     optimizer_steps: list[OptimizerStep] = field(default_factory=list)
+    padding: list[Padding] = field(default_factory=list)
     devices: dict[str, None] = field(default_factory=dict)  # the devices that ops touched, in order of appearance
     earlier: list[Op] = field(default_factory=list)  # in a part of a trace: as many ops before it, of the step before
 
@@ -147,6 +157,7 @@ def rearranged(
         stream_use=_renumbered(trace.stream_use, lambda op: None if op in gone else place[op], place.__getitem__),
         forward_ends=_recorded(trace.forward_ends, trace, ops, place),
         optimizer_steps=[step._replace(end=place[step.end]) for step in trace.optimizer_steps],
+        padding=[each._replace(op=place[each.op]) for each in trace.padding if each.op not in gone],
     )
 
 
@@ -217,6 +228,7 @@ def part_of(trace: Trace, ops: range) -> Trace:
         optimizer_steps=[
             step._replace(end=step.end - start) for step in trace.optimizer_steps if start < step.end <= stop
         ],
+        padding=[each._replace(op=each.op - start) for each in trace.padding if each.op in ops],
         devices=trace.devices,
         earlier=trace.ops[max(0, start - len(ops)) : start],
     )

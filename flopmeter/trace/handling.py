@@ -30,6 +30,7 @@ class Handling(NamedTuple):
     asks_values: bool = False  # known values may answer it whatever it is passed
     is_collective: bool = False  # is passed process groups and returns handles
     is_foreach: bool = False  # does the same at each place of its lists
+    looks_up: bool = False  # may be passed the ids of a batch of texts
     has_parts: bool = False  # the ops that a function in Python runs are recorded instead
 
 
@@ -52,6 +53,7 @@ def _handling(func: Any) -> Handling:
         changes_storages=has_out or func.overloadpacket in (*_RESIZING, *FRESH),
         is_collective=func.namespace in NAMESPACES,
         is_foreach=func._schema.name.startswith("aten::_foreach_"),
+        looks_up=func.overloadpacket is aten.embedding,
         has_parts=key_of_parts(func) is not None,
     )
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.assumptions import caller
+from flopmeter.known_values.values import no_modes
 from flopmeter.records import (
     BEFORE,
     DEFAULT_STREAM,
@@ -29,6 +30,7 @@ from flopmeter.records import (
     FlexBody,
     Op,
     OptimizerStep,
+    Padding,
     Phase,
     Switches,
     TemplateRun,
@@ -47,6 +49,7 @@ from flopmeter.trace.handling import FRESH, Handlings
 from flopmeter.trace.implementations import body_of, key_of_parts, python_key, told_of_kernels
 from flopmeter.trace.mode_flags import tell_modes
 from flopmeter.trace.module_paths import ModulePaths
+from flopmeter.trace.padding import longest_text
 from flopmeter.trace.process_groups import ProcessGroups, without_handles
 from flopmeter.trace.result_cache import (
     ResultMaker,
@@ -347,7 +350,17 @@ class Recorder(TorchDispatchMode):
             raise explained from None  # torch says less, in fifty lines
 
     def _record(self, arrival: Arrival, result: Any) -> None:
+        if arrival.handling.looks_up:
+            self._note_padding(arrival.tensors[-1])
         self._append(self._op(arrival, result))
+
+    def _note_padding(self, ids: Tensor) -> None:
+        if self.values is None or ids.dim() != 2 or 0 in ids.shape or not self.values.values.knows(ids):
+            return
+        with no_modes():
+            longest = longest_text(self.values.values.read(ids))
+        if longest < ids.shape[1]:
+            self.trace.padding.append(Padding(len(self.trace.ops), ids.shape[1], longest))
 
     def _append(self, op: Op) -> None:
         trace = self.trace

@@ -28,6 +28,7 @@ from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     recurrent,
     recurrent_steps,
     tables,
+    tokens,
     uncompiled_flex,
     unread,
     widths,

@@ -62,7 +62,7 @@ def _most_per_second(report: Report, trace: Trace, most: int) -> tuple[int, Repo
     for is_outermost in (True, False):
         items = None if is_outermost else _items_of_batch(trace)
         while 2 * times <= most:
-            run = _if_priced(report, scaled(trace, grows, 2 * times, items))
+            run = priced_if_it_fits(report, scaled(trace, grows, 2 * times, items))
             if run is None or not _is_proportional(report, run, 2 * times):
                 break
             if run.seconds / (2 * times) * PER_DOUBLING > best:
@@ -74,10 +74,10 @@ def _most_per_second(report: Report, trace: Trace, most: int) -> tuple[int, Repo
     return times, then
 
 
-def _if_priced(report: Report, larger: Trace) -> Report | None:
-    """The report of the larger batch; None where a rule refuses its shapes, which are a guess."""
+def priced_if_it_fits(report: Report, changed: Trace) -> Report | None:
+    """The report of other sizes; None where a rule refuses its shapes, which are a guess."""
     try:
-        return priced(report, larger)
+        return priced(report, changed)
     except _SHAPES_DO_NOT_FIT:
         return None
 
