@@ -28,6 +28,7 @@ from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
 from flopmeter.run.graph_pools import GraphPool
+from flopmeter.run.growth import grown_bytes
 from flopmeter.run.initial_values import InitialValues
 from flopmeter.run.own_code import imported_by_name
 from flopmeter.run.patches import Patch, applied
@@ -286,7 +287,20 @@ class ScriptSession:
         caution = report.caution
         if self.memory.overflow and report.memory.fits(self.hardware):
             caution = caution or WENT_ON
+        caution = caution or (self._growth(ops, report) if repeats else "")
         return replace(report, notes=(*report.notes, *self.own_notes()), caution=caution)
+
+    def _growth(self, ops: range, report: Report) -> str:
+        """A caution where each step leaves memory behind that fills the device sooner or later; else ''."""
+        grown = grown_bytes(self.meter.trace, ops)
+        room = (self.memory.usable_bytes or 0) - report.memory.steady_peak_bytes
+        if not grown or room > MOST_STEPS_TO_FILL * grown:
+            return ""
+        steps = max(0, room // grown)
+        return (
+            f"each step leaves {with_prefix(grown, 'B')} in memory that no later one frees (a list of results, or a "
+            f"loss with its graph that is added up?): the device is full after {steps:,} more steps"
+        )
 
     def lines_that_guess(self) -> list[str]:
         """The lines of the program that read unknown values. The line that began last comes last."""
@@ -354,6 +368,7 @@ WENT_ON = (
     "somewhere in the run the device had no room for a tensor, and the run went on, as a note below tells: that this "
     "fits is by the sum of its own tensors"
 )
+MOST_STEPS_TO_FILL = 10_000  # a program that takes longer to fill the device may end before
 MOST_STEPS_PRICED = 8  # to tell whether steps differ; a step takes as long to price as to run
 NOTHING_RAN = (
     "the program ran no op on the device named cuda: move its model and inputs there (model.to('cuda')), or tell it to "
