@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import flopmeter
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.report.advice.batch import depends_on_inputs
 from flopmeter.report.advice.number_types import narrow_type, type_of_others
@@ -390,3 +391,27 @@ def test_what_grows_with_the_batch_is_what_is_larger_where_the_batch_is(program)
     sizes = [[storage.nbytes for storage in trace.storages] for trace in traces]
     larger = {number for number, (one, two) in enumerate(zip(*sizes, strict=True)) if two > one}
     assert depends_on_inputs(traces[0]) == larger
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [64, 1536], ids=["host-bound", "balanced"])
+def test_a_loop_that_synchronizes_is_told_what_it_wins_without(width):
+    steps = {}
+    for waits in (True, False):
+        with flopmeter.cuda(H100) as device:
+            model = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)]).cuda()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+            for _ in range(4):
+                model(torch.zeros(512, width, device="cuda")).sum().backward()
+                if waits:
+                    torch.cuda.synchronize()
+                optimizer.step()
+                optimizer.zero_grad()
+        steps[waits] = device.report().step
+    gain = steps[True].seconds - steps[False].seconds
+    told = [each for each in steps[True].advice if "synchronize" in each.remedy]
+    assert [each.gain_seconds for each in told] == pytest.approx([gain] if gain > 0.03 * steps[True].seconds else [])
+    assert len(told) == (width == 1536)
+    assert not any("synchronize" in each.remedy for each in steps[False].advice)

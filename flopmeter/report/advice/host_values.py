@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -55,6 +56,21 @@ def _flags_of_scalers(trace: Trace) -> set[int]:
     check = aten._amp_foreach_non_finite_check_and_unscale_
     ops = (op for op in trace.ops if op.packet is check)
     return {op.storages[op.call.inputs[-2].storage] for op in ops}  # the last of its tensors is the scale
+
+
+@remedy
+def waits_for_the_device(report: Report) -> Iterator[Proposal]:
+    """torch.cuda.synchronize() and its kin, as they stand around a program's own clock."""
+    trace = trace_of(report)
+    waits = len(trace.stream_use.host_waits)
+    if waits:
+        use = dataclasses.replace(trace.stream_use, host_waits=[])
+        yield Proposal(
+            f"all that the host sends after {counted(waits, 'call')} of synchronize()", everything,
+            f"the host stops {counted(waits, 'time')} until the device is done",
+            "no torch.cuda.synchronize() in the loop, but to measure",
+            priced(report, dataclasses.replace(trace, stream_use=use)),
+        )  # fmt: skip
 
 
 @remedy
