@@ -107,3 +107,17 @@ def test_gradients_that_are_read_are_no_advice_to_freeze():
     (advice,) = told(seconds[False])
     assert advice.run_seconds_then == pytest.approx(seconds[True].seconds, rel=0.01)
     assert sum(kernel.cost.macs for kernel in seconds[True].kernels) == 4096 * 2048 * 2048 * (5 + 5 + 1)
+
+
+def test_weights_that_a_compiled_optimizer_updates_are_not_told_to_be_frozen():
+    """Beside others that an eager one updates, as in nanochat."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)), torch.empty(4096, 2048)
+    first, second = (torch.optim.SGD(layer.parameters(), 0.1, foreach=True) for layer in model)
+    step = torch.compile(first.step)
+    with FlopMeter(H100) as meter:
+        model(x).sum().backward()
+        step()
+        second.step()
+    assert any(op.graph is not None for op in meter.trace.ops)
+    assert not told(meter.report())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from flopmeter.records import Trace
+from flopmeter.records import Op, Trace
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import is_view, with_ops
 from flopmeter.report.quantities import with_prefix
@@ -18,7 +18,7 @@ def gradients_of_frozen_weights(report: Report) -> Iterator[Proposal]:
     run if they asked for none."""
     trace = trace_of(report)
     given = {each.leaf for each in trace.accumulations if trace.storages[each.leaf].role == "parameters"}
-    written = {spec.storage for op in trace.ops for spec in op.written}
+    written = set().union(*map(_may_write, trace.ops))
     left = given - written
     if not left or not given & written or report.cluster is not None:
         return
@@ -30,6 +30,12 @@ def gradients_of_frozen_weights(report: Report) -> Iterator[Proposal]:
         "requires_grad_(False) for weights that nothing updates",
         priced(report, _without(trace, needless)),
     )  # fmt: skip
+
+
+def _may_write(op: Op) -> set[int]:
+    """A kernel that a compiler or the program wrote may write to all that it touches."""
+    is_generated = op.graph is not None or op.call.body is not None
+    return set(op.storages) if is_generated else {spec.storage for spec in op.written}
 
 
 def _without(trace: Trace, needless: set[int]) -> Trace:
