@@ -167,3 +167,26 @@ def draws() -> Callable[[], object]:
 )
 def test_what_is_the_same_for_the_benchmark_alone_or_does_not_stay_is_no_advice(program):
     assert not told(last_of(program))
+
+
+def test_casts_of_a_frozen_layer_under_autocast_are_priced_as_the_layer_in_half_precision():
+    """Of what is trained autocast keeps the casts until the backward pass, and the weights change."""
+    reports = []
+    for is_half in (False, True):
+        with torch.device("meta"):
+            frozen = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(4)]).requires_grad_(False)
+            frozen, head = frozen.to(HALF if is_half else torch.float32), nn.Linear(4096, 1000)
+        optimizer = torch.optim.SGD(head.parameters(), 0.1, fused=True)
+        with FlopMeter(H100) as meter:
+            for _ in range(3):
+                start = len(meter.trace.ops)
+                with torch.autocast("cuda", HALF):
+                    loss = head(frozen(torch.rand(64, 4096, device="meta"))).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        reports.append(meter.report(ops=range(start, len(meter.trace.ops))))
+    (advice,) = (each for each in reports[0].advice if "not trained in torch.bfloat16" in each.remedy)
+    assert advice.gain_seconds == pytest.approx(reports[0].seconds - reports[1].seconds, rel=0.05)
+    assert not told(reports[0])
+    assert not any("not trained" in each.remedy for each in reports[1].advice)

@@ -7,15 +7,17 @@ before makes what has the number of its result before.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import count
 
 import torch
 
 from flopmeter.records import BEFORE, Call, Op, Trace
-from flopmeter.report.advice.remedies import Proposal, has_backward, remedy, trace_of, with_other_ops
-from flopmeter.report.advice.rewrite import is_view
+from flopmeter.report.advice.remedies import Proposal, has_backward, of_ops, priced, remedy, trace_of
+from flopmeter.report.advice.rewrite import is_view, with_ops
 from flopmeter.report.report import Report
+from flopmeter.torch_names.operators import aten
 
 
 @remedy
@@ -23,14 +25,35 @@ def computed_again(report: Report) -> Iterator[Proposal]:
     trace = trace_of(report)
     earlier = trace.earlier if has_backward(trace) or _goes_on(trace) else []
     again = _again(trace, earlier)
-    if again:
-        across = bool(again - _again(trace, []))
-        yield with_other_ops(
-            report,
-            f"computed from the same tensors {'in each step' if across else 'more than once'}",
-            "compute it once and keep it, before the loop" if across else "compute it once and hand it on",
-            again,
+    casts = {index for index in again if _casts_a_weight(trace, trace.ops[index])}
+    if casts:
+        narrow = {str(trace.ops[index].outputs[0].dtype) for index in casts}
+        yield _without(
+            report, casts, "autocast casts weights that nothing updates in each step again",
+            f"keep weights that are not trained in {' or '.join(sorted(narrow))}: .to() before the loop",
         )  # fmt: skip
+    if again := again - casts:
+        across = bool(again - _again(trace, []))
+        yield _without(
+            report, again, f"computed from the same tensors {'in each step' if across else 'more than once'}",
+            "compute it once and keep it, before the loop" if across else "compute it once and hand it on",
+        )  # fmt: skip
+
+
+def _without(report: Report, again: set[int], why: str, remedy: str) -> Proposal:
+    """Autograd records none of these: what follows from weights that are trained changes."""
+    trace = trace_of(report)
+    then = with_ops(trace, again)
+    pairs = zip(then.backward_passes, trace.backward_passes, strict=True)
+    then = dataclasses.replace(then, backward_passes=[now._replace(nodes=before.nodes) for now, before in pairs])
+    return Proposal("", of_ops(trace, again), why, remedy, priced(report, then))
+
+
+def _casts_a_weight(trace: Trace, op: Op) -> bool:
+    if op.packet is not aten._to_copy or not op.inputs:  # torch.vmap casts numbers, too
+        return False
+    is_weight = trace.storages[op.inputs[0].storage].role == "parameters"
+    return is_weight and op.inputs[0].dtype != op.outputs[0].dtype
 
 
 def _goes_on(trace: Trace) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
@@ -116,20 +116,20 @@ def with_ops(
     """The trace without the ops of these indices; ops of `put_in` stand at their own indices, whether the op there is
     dropped or not, and those of `put_before` before the ops there, or at the end.
 
-    Module calls between dropped ops go with them: the host makes them for those ops. What an optimizer does for each
-    parameter it does for any ops.
+    Module calls all of whose ops are dropped go with them. What an optimizer does for each parameter it does for any
+    ops.
     """
     put_in, put_before, gone = put_in or {}, put_before or {}, set(dropped) - set(put_in or {})
     calls_before = [now - before for before, now in zip((0, *trace.module_calls), trace.module_calls, strict=False)]
     ops, calls, place = list[Op](), list[int](), list[int]()  # `place`: of each old op among the new ones
-    owed = 0  # calls of an optimizer's dropped ops
+    owed = 0  # calls before dropped ops that others need, too
     for index in range(len(trace.ops) + 1):
         new = put_before.get(index, ())
         ops.extend(new)
         calls.extend(0 for _ in new)
         place.append(len(ops))
         if index in gone:
-            owed += calls_before[index] * (trace.ops[index].phase == "optimizer")
+            owed += _calls_of_others(trace.ops, calls_before, index, gone) if calls_before[index] else 0
         elif index < len(trace.ops):
             ops.append(put_in.get(index, trace.ops[index]))
             calls.append(calls_before[index] + owed)
@@ -145,6 +145,25 @@ def with_ops(
     templates = [run._replace(start=place[run.start], stop=place[run.stop]) for run in trace.templates]
     changed = rearranged(trace, ops, list(accumulate(calls)), place, gone)
     return dataclasses.replace(changed, storages=storages, templates=templates)
+
+
+def _calls_of_others(ops: Sequence[Op], calls: Sequence[int], dropped: int, gone: Set[int]) -> int:
+    """How many of the module calls before a dropped op end after an op that stays. The calls before an op are those of
+    the innermost modules of its path."""
+    if ops[dropped].phase == "optimizer":
+        return calls[dropped]
+    path = ops[dropped].module.split(".")
+    running = len(path)  # modules of the path whose call has not ended
+    for index in range(dropped + 1, len(ops)):
+        other = ops[index].module.split(".")
+        begun_before = other[: len(other) - calls[index]]
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(path, begun_before, strict=False))
+        running = min(running, sum(1 for _ in same))
+        if index not in gone or running <= len(path) - calls[dropped]:
+            break
+    else:
+        running = 0
+    return max(0, calls[dropped] - (len(path) - running))
 
 
 def are_in_torch(ops: Iterable[Op]) -> bool:
