@@ -127,7 +127,7 @@ class ScriptSession:
         return PATIENCE_TO_PRINT_S if self.takes_times or may_take_times else PATIENCE_S if only_infers else 0.0
 
     def report_of(self, ops: range) -> Report:
-        return self.meter.report(ops=ops)
+        return self.meter.times_of(ops)
 
     def host_waits_at(self, moment: int) -> bool:
         waits = self.meter.trace.stream_use.host_waits
