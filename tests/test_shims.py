@@ -600,6 +600,7 @@ def test_transformers_loads_weights_in_4_bits_and_multiplies_them_whole(tmp_path
 def test_scripts_read_the_driver_of_the_profile():
     def program():
         import pynvml
+        from pynvml import smi
 
         pynvml.nvmlInit()
         assert pynvml.nvmlDeviceGetCount() == 1
@@ -614,6 +615,11 @@ def test_scripts_read_the_driver_of_the_profile():
         assert pynvml.nvmlDeviceGetUtilizationRates(gpu) == (0, 0)
         with pytest.raises(pynvml.NVMLError):
             pynvml.nvmlDeviceGetHandleByIndex(1)
+        (told,) = smi.nvidia_smi.getInstance().DeviceQuery("memory.used, memory.total")["gpu"]
+        assert told["fb_memory_usage"] == {
+            "total": after.total / 2**20, "free": after.free / 2**20, "used": after.used / 2**20, "unit": "MiB",
+        }  # fmt: skip
+        assert told["utilization"] == {"gpu_util": 0, "memory_util": 0, "unit": "%"}
         pynvml.nvmlShutdown()
 
     stepped("pynvml", program)

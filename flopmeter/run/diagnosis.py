@@ -160,6 +160,9 @@ def _about_import(error: ImportError, script: Script) -> str:
         return "flopmeter's shim does not have it: run the script's path without it, by its arguments"
     if "relative import" in str(error):
         return "it is a part of a package: run it as flopmeter run -m package.module, in the folder of the package"
+    cause = error.__context__
+    if error.name is None and isinstance(cause, ImportError) and (cause.name or "").partition(".")[0] in SHIMS:
+        return _about_import(cause, script)  # a library put words of its own in its place
     if error.name is None and (shim := _named_shim(str(error))):
         return f"{shim} does not run without a GPU: let flopmeter stand in with --shim {shim}"
     if error.name is None:
