@@ -65,7 +65,7 @@ def is_finite(known: Knowledge, call: Invocation) -> Any:
 
 
 def of_itself(known: Knowledge, call: Invocation) -> Any:
-    """checks="hold": x - x is 0 of finite numbers. Samples of a policy bear it, so that gradients go straight through."""
+    """checks="hold": x - x is 0 of finite numbers. Straight-through estimators add it to a sample, for its gradient."""
     places = {(address(each), each.shape, each.stride(), each.storage_offset()) for each in call.tensors}
     is_itself = len(call.tensors) == 2 and len(places) == 1 and "alpha" not in call.kwargs
     if not is_itself or not call.tensors[0].is_meta or known.knows_all(call.tensors):
