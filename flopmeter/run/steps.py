@@ -15,8 +15,8 @@ an optimizer, or its own code has words of training), it goes on, and after SECO
 end it; so is one who waits as long between two steps.
 
 Between two updates a program may also evaluate, every so many steps or at the end of an epoch: it calls what it trains
-in eval mode, with no backward pass, or a copy of it, as an average of its weights. The steady step is one without that, if
-there is one. What every step does, such as the rollouts of reinforcement learning, is a part of it.
+in eval mode, with no backward pass, or a copy of it, as an average of its weights. The steady step is one without
+that, if there is one. What every step does, such as the rollouts of reinforcement learning, is a part of it.
 """
 
 from __future__ import annotations
