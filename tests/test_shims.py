@@ -314,7 +314,8 @@ def test_flash_attns_first_module_has_the_products_of_attention_and_returns_no_w
 
         qkv = torch.randn(2, 64, 3, 4, 32, device="cuda", dtype=torch.float16)
         out, weights = FlashAttention(attention_dropout=0.0)(qkv, causal=False)
-        assert out.shape == (2, 64, 4, 32) and weights is None
+        assert out.shape == (2, 64, 4, 32)
+        assert weights is None
         with pytest.raises(NotImplementedError, match="key_padding_mask"):
             FlashAttention()(qkv, key_padding_mask=torch.ones(2, 64, device="cuda"))
 
