@@ -24,9 +24,9 @@ from flopmeter.run.synthetic import is_absent
 from flopmeter.trace.mixed_devices import MixedDevicesError
 
 
-def what_to_do(script: Script, ending: Ending, guessed: Sequence[str]) -> str:
+def what_to_do(script: Script, ending: Ending, guessed: Sequence[str], absent: Sequence[str] = ()) -> str:
     """One line about a script that ended in an error: what it means here, and what can be done. `guessed`: the lines
-    that read values for which flopmeter stood in."""
+    that read values for which flopmeter stood in. `absent`: what was said of weights that are not here."""
     error, head = _telling(ending.error), f"{script.name} ended with {type(ending.error).__name__}"
     if error is None:
         return head
@@ -47,6 +47,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str]) -> str:
             f"{head}: its traceback is above. It read values that are not known, and was told others ({lines}): if the "
             "error hangs on one of them, leave out what reads it, by the script's arguments"
         )
+    if absent:
+        return f"{head}: its traceback is above. If the error hangs on what is in this file, bring it: {absent[-1]}"
     return f"{head}, which is not flopmeter's: its traceback is above"
 
 

@@ -34,7 +34,7 @@ from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.step_parts import Parts, with_usual_step
 from flopmeter.run.steps import AUTO, Steps
 from flopmeter.run.synthetic import SyntheticData
-from flopmeter.run.weights import WeightFiles
+from flopmeter.run.weights import KEEPS_ITS_OWN, WeightFiles
 from flopmeter.timing.scratch import kept_bytes
 from flopmeter.torch_names.imported import no_folder_instead_of
 from flopmeter.torch_names.private import DYNAMO
@@ -286,6 +286,10 @@ class ScriptSession:
         if self.memory.overflow and report.memory.fits(self.hardware):
             caution = caution or WENT_ON
         return replace(report, notes=(*report.notes, *self.own_notes()), caution=caution)
+
+    def absent_weights(self) -> list[str]:
+        """What was said of files of weights that are not here, without what became of their models."""
+        return [note.removesuffix(KEEPS_ITS_OWN) for note in self.notes if note.endswith(KEEPS_ITS_OWN)]
 
     def lines_that_guess(self) -> list[str]:
         """The lines of the program that read unknown values. The line that began last comes last."""
