@@ -239,6 +239,12 @@ class FlopMeter:
         run = self._run(ops, device, self._cluster if cluster is None else load_cluster(cluster))
         return replace(run, repeats=repeats).in_mode(mode or mode_of(run.trace))
 
+    def times_of(self, ops: range) -> Report:
+        """A report of these ops for its times alone, as often as a program asks. The roles of storages, which no time
+        depends on, are left out: they follow from all that ran before."""
+        run = self._run(ops, self.hardware, self._cluster, has_roles=False)
+        return run.in_mode(mode_of(run.trace))
+
     def check_ran(self) -> None:
         """Raises EmptyProgramError where the meter was left and nothing ran in it."""
         if not self.trace.ops and self._depth == 0:
@@ -246,11 +252,17 @@ class FlopMeter:
             raise EmptyProgramError("; ".join((nothing, *self._not_metered())))
 
     def _run(
-        self, ops: range | None, device: Hardware, cluster: Cluster | None, running: Collection[int] = ()
+        self,
+        ops: range | None,
+        device: Hardware,
+        cluster: Cluster | None,
+        running: Collection[int] = (),
+        has_roles: bool = True,
     ) -> MeteredRun:
         """`running`: the ranks that are metered together with this one."""
         trace = self.trace if ops is None else part_of(self.trace, ops)
-        note_copies_of_weights(trace, self.trace)
+        if has_roles:
+            note_copies_of_weights(trace, self.trace)
         known, on_device = Memo(), functools.partial(_kernels_on, device, self._strict)
         kernels = on_device(trace, known.costs)
         is_spread = any(kernel.cost.collective and len(kernel.cost.collective.ranks) > 1 for kernel in kernels)

@@ -1455,6 +1455,21 @@ def test_batches_that_the_host_makes_op_by_op_are_told_where_they_are_made():
     assert told.what.startswith("all that the host sends after 200 ops on tensors of its own")
 
 
+def test_a_batch_that_is_cut_out_of_a_text_by_numbers_of_the_host_is_made_by_a_dataloader():
+    """The places are read one by one: what draws them and adds to them is work on the batch as well."""
+    text = torch.zeros(10_000, dtype=torch.long)
+    with torch.device("meta"):
+        model = nn.Embedding(64, 64)
+    with FlopMeter(H100, source=True) as meter:
+        for _ in range(3):
+            places = torch.randint(9_000, (64,))
+            model(torch.stack([text[place : place + 256] for place in places]).to("meta"))
+    found = [each for each in meter.report().advice if "on tensors of its own" in each.what]
+    assert [each.remedy.split(",")[0] for each in found] == ["DataLoader(num_workers=...)"]
+    # randint, unbind and stack; of each text an addition, a cut and the two numbers that it takes
+    assert found[0].what == f"all that the host sends after {3 * (3 + 64 * 4)} ops on tensors of its own"
+
+
 def test_figures_of_a_schedule_on_the_host_are_no_batches():
     """As schedulers of diffusion keep them: the device takes each as an argument of its kernels, or a copy of one
     number, so that no process of a DataLoader could make them."""

@@ -706,6 +706,21 @@ def test_checks_hold_lets_gradients_be_finite():
     assert len(mode.assumptions) == 1
 
 
+def test_a_sample_through_which_gradients_go_straight_is_the_sample():
+    """As policies over actions in one-hot form are sampled; their programs read which action it is."""
+    with metered(routing="balanced", checks="hold") as mode, torch.no_grad():
+        chances = torch.rand(2, 5, device="meta").softmax(-1)
+        sample = torch.nn.functional.one_hot(torch.multinomial(chances, 1)[:, 0], 5).float()
+        sample += chances - chances.detach()
+        for action in sample.cpu():
+            assert sorted(action.tolist()) == [0, 0, 0, 0, 1]
+        other = torch.rand(2, 5, device="meta")
+        for unknown in (chances - other, chances - chances.flatten()[:5], torch.sub(chances, chances, alpha=2)):
+            with pytest.raises(DataDependentError):
+                unknown.cpu()
+    assert {use.rule for use in mode.assumptions} == {'checks="hold"', 'routing="balanced"'}
+
+
 @pytest.mark.parametrize(("fraction", "kept"), [(0.0, 0), (0.25, 3), (0.5, 6), (1.0, 12)])
 def test_a_share_of_an_unknown_mask_is_true(fraction: float, kept: int):
     with metered(mask_fraction=fraction) as mode:

@@ -94,6 +94,24 @@ def test_packages_and_threads_read_the_true_time():
     assert time.time is read
 
 
+def test_a_reading_looks_at_what_ran_since_the_one_before_it_and_not_at_the_whole_program(monkeypatch):
+    """A search in a tree reads the clock at each call of its net: thousands of times."""
+    looks: list[int] = []
+    monkeypatch.setattr(flopmeter.meter, "note_copies_of_weights", lambda part, whole: looks.append(len(whole.ops)))
+    with flopmeter.cuda("a100-sxm4-80gb") as device:
+        net = (
+            torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).cuda().eval()
+        )  # statistics: no role
+        x = torch.randn(8, 64, device="cuda")
+        for _ in range(20):
+            begun = time.time()
+            net(x).cpu()
+            assert time.time() > begun
+        assert not looks
+    device.report()
+    assert looks  # of the step alone
+
+
 def test_torchs_timer_measures_the_device(monkeypatch):
     """Imported anew, as by a script: torch 2.11 looks for a device when it is imported, and later ones at each call."""
     for name in [name for name in sys.modules if name.startswith("torch.utils.benchmark")]:

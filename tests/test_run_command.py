@@ -251,6 +251,21 @@ def test_an_installed_package_of_cuda_kernels_that_fails_is_told_by_its_shim(scr
     assert capsys.readouterr().err.endswith("let flopmeter stand in with --shim bitsandbytes\n")
 
 
+def test_an_error_over_weights_that_could_not_be_downloaded_names_them(script, capsys, monkeypatch, tmp_path):
+    """As a perceptual loss checks that its file has a weight for each layer."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    reads = "import torch\nw = torch.hub.load_state_dict_from_url('http://localhost:1/lpips.pt')\nassert len(w) == 5\n"
+    assert main(["run", script(reads)]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "If the error hangs on what is in this file, bring it: http://localhost:1/lpips.pt cannot be" in told
+
+
+def test_what_a_shim_lacks_is_told_behind_a_library_that_asks_for_the_package_in_its_own_words(script, capsys):
+    asks = "try:\n    import pynvml.absent\nexcept ImportError:\n    raise ImportError('install pynvml')\n"
+    assert main(["run", "--shim", "pynvml", script(asks)]) == 1
+    assert "flopmeter's shim has no pynvml.absent" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_an_installed_package_whose_python_runs_is_told_the_shims_of_its_compiled_parts(script, tmp_path, capsys):
     (tmp_path / "mamba_ssm.py").write_text("causal_conv1d_fn = None\n\ncausal_conv1d_fn()\n")
     assert main(["run", script("import mamba_ssm")]) == 1

@@ -73,6 +73,26 @@ def test_the_steady_step_is_the_last_one_without_an_evaluation():
     assert report.as_dict()["run"]["steady_number"] == 2
 
 
+def test_an_evaluation_that_forgot_no_grad_is_one_and_a_training_in_eval_mode_is_none():
+    """TabNet's package evaluates so. Where batch norms are frozen, what trains is in eval mode too."""
+    with flopmeter.cuda(A100, steps=3) as device:
+        model, frozen = nn.Linear(64, 64).to(device), nn.Linear(64, 64).to(device).eval()
+        optimizer = torch.optim.SGD([*model.parameters(), *frozen.parameters()], lr=0.1)
+        for number in (1, 2, 3):
+            if number == 3:
+                model.eval()(torch.zeros(2, 64, device=device)).cpu()
+                model.train()
+            (
+                frozen(torch.zeros(4, 64, device=device)).sum() + model(torch.zeros(8, 64, device=device)).sum()
+            ).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = device.report()
+    assert report.step.macs == 2 * (8 + 4) * 64 * 64
+    assert report.headline.endswith("number 2 of 3 (marked by optimizer.step()); later ones evaluate too")
+    assert "in eval mode" not in report.by_part
+
+
 def test_an_evaluation_of_every_step_is_part_of_it_and_a_row_of_its_own():
     report = trained_and_evaluated((2, 3))
     assert report.step.macs == (2 * 8 + 2) * 64 * 64

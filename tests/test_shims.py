@@ -306,6 +306,22 @@ def test_flash_attns_rotary_of_packed_heads_turns_q_and_k_in_one_kernel_each_way
     assert (found.calls, found.flops) == (6, 2 * 3 * 2 * 64 * 32 * (8 + 6 + 4))
 
 
+def test_flash_attns_first_module_has_the_products_of_attention_and_returns_no_weights():
+    """Versions before 2 had it in a file of its own."""
+
+    def program():
+        from flash_attn.flash_attention import FlashAttention
+
+        qkv = torch.randn(2, 64, 3, 4, 32, device="cuda", dtype=torch.float16)
+        out, weights = FlashAttention(attention_dropout=0.0)(qkv, causal=False)
+        assert out.shape == (2, 64, 4, 32)
+        assert weights is None
+        with pytest.raises(NotImplementedError, match="key_padding_mask"):
+            FlashAttention()(qkv, key_padding_mask=torch.ones(2, 64, device="cuda"))
+
+    assert stepped("flash_attn", program).macs == 2 * 2 * 4 * 64 * 64 * 32  # q k and p v
+
+
 def test_flash_attns_losses_and_layers_have_the_products_and_results_of_torchs():
     def program():
         from flash_attn.losses.cross_entropy import CrossEntropyLoss
@@ -600,6 +616,7 @@ def test_transformers_loads_weights_in_4_bits_and_multiplies_them_whole(tmp_path
 def test_scripts_read_the_driver_of_the_profile():
     def program():
         import pynvml
+        from pynvml import smi
 
         pynvml.nvmlInit()
         assert pynvml.nvmlDeviceGetCount() == 1
@@ -614,6 +631,11 @@ def test_scripts_read_the_driver_of_the_profile():
         assert pynvml.nvmlDeviceGetUtilizationRates(gpu) == (0, 0)
         with pytest.raises(pynvml.NVMLError):
             pynvml.nvmlDeviceGetHandleByIndex(1)
+        (told,) = smi.nvidia_smi.getInstance().DeviceQuery("memory.used, memory.total")["gpu"]
+        assert told["fb_memory_usage"] == {
+            "total": after.total / 2**20, "free": after.free / 2**20, "used": after.used / 2**20, "unit": "MiB",
+        }  # fmt: skip
+        assert told["utilization"] == {"gpu_util": 0, "memory_util": 0, "unit": "%"}
         pynvml.nvmlShutdown()
 
     stepped("pynvml", program)

@@ -89,7 +89,9 @@ def _run(options: argparse.Namespace) -> int:
         report = _report(runs, script, ending)
     sys.stdout.flush()
     if failed is not None:
-        print(f"flopmeter: {what_to_do(script, ending, failed.session.lines_that_guess())}", file=sys.stderr)
+        session = failed.session
+        told = what_to_do(script, ending, session.lines_that_guess(), session.absent_weights())
+        print(f"flopmeter: {told}", file=sys.stderr)
     if report is not None:
         _print(report.render(options.format, options.by or "class"), options)
         save_trace(report.step, options.trace_to)

@@ -12,7 +12,7 @@ from flopmeter.known_values.assumptions import Assumptions
 from flopmeter.known_values.data_dependent import ask
 from flopmeter.known_values.replay import Handler, Invocation, Knowledge
 from flopmeter.known_values.stand_ins import compared
-from flopmeter.known_values.values import no_modes
+from flopmeter.known_values.values import address, no_modes
 from flopmeter.torch_names.operators import aten_overloads as aten
 
 
@@ -64,6 +64,19 @@ def is_finite(known: Knowledge, call: Invocation) -> Any:
     return result
 
 
+def of_itself(known: Knowledge, call: Invocation) -> Any:
+    """checks="hold": x - x is 0 of finite numbers. Straight-through estimators add it to a sample, for its gradient."""
+    places = {(address(each), each.shape, each.stride(), each.storage_offset()) for each in call.tensors}
+    is_itself = len(call.tensors) == 2 and len(places) == 1 and "alpha" not in call.kwargs
+    if not is_itself or not call.tensors[0].is_meta or known.knows_all(call.tensors):
+        return known.replay(call)
+    result = call.run()
+    with no_modes():
+        known.set_all(result, 0)
+    known.values.tell_of_read(result, known.assume.noter('checks="hold"', call.func))
+    return result
+
+
 def holds(known: Knowledge, call: Invocation) -> Any:
     """checks="hold": all(), equal() and allclose() of unknown values are True."""
     if known.knows_all(call.tensors):
@@ -108,5 +121,9 @@ def assumed_handler(func: OpOverload, assumptions: Assumptions) -> Handler | Non
     if assumptions.routing and func in ROUTES:
         return route
     if assumptions.checks_hold:
-        return CHECKS.get(func) or (is_finite if func in FINITE_CHECKS else None)
+        return (
+            CHECKS.get(func)
+            or (of_itself if func is aten.sub.Tensor else None)
+            or (is_finite if func in FINITE_CHECKS else None)
+        )
     return None

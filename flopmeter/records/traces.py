@@ -29,6 +29,9 @@ class Storage:
     is_of_forward_pass: bool = False  # in a part of a trace: a module made it in a forward pass before the part
 
 
+_GONE = Storage(nbytes=0, device="", born=BEFORE, died=BEFORE)  # in a part of a trace: freed before the part
+
+
 class Resize(NamedTuple):
     """The op of that index resized a storage."""
 
@@ -212,7 +215,12 @@ def part_of(trace: Trace, ops: range) -> Trace:
         ops=trace.ops[start:stop],
         module_calls=[calls - before for calls in trace.module_calls[start:stop]],
         dtensor_ops={op - start: number for op, number in trace.dtensor_ops.items() if op in ops},
-        storages=[_in_part(each, sizes.get(number), ops, trace.ops) for number, each in enumerate(trace.storages)],
+        storages=[
+            _GONE  # most, of a long trace
+            if each.died is not None and each.died <= start > each.born
+            else _in_part(each, sizes.get(number), ops, trace.ops)
+            for number, each in enumerate(trace.storages)
+        ],
         resizes=[resize._replace(op=resize.op - start) for resize in trace.resizes if resize.op in ops],
         accumulations=[each._replace(op=each.op - start) for each in trace.accumulations if each.op in ops],
         backward_passes=[each._replace(op=each.op - start) for each in trace.backward_passes if each.op in ops],
@@ -239,11 +247,9 @@ def _in_part(storage: Storage, nbytes_at_start: int | None, ops: range, all_ops:
     is_of_forward_pass = False
     if storage.born < ops.start:
         born = BEFORE
-        if died is not None and died <= ops.start:
-            return replace(storage, nbytes=0, born=born, died=born)
         if storage.born != BEFORE:
             maker = all_ops[storage.born]
             is_of_forward_pass = bool(maker.module) and maker.phase in ("forward", "recompute")
     nbytes = storage.nbytes if born != BEFORE or nbytes_at_start is None else nbytes_at_start
     died = None if died is None else died - ops.start
-    return replace(storage, nbytes=nbytes, born=born, died=died, is_of_forward_pass=is_of_forward_pass)
+    return Storage(nbytes, storage.device, born, died, storage.role, storage.died_inside, is_of_forward_pass)

@@ -77,7 +77,8 @@ def _inputs(trace: Trace) -> list[str]:
     """Tensors on the device without a role (weights, states), and those that the host sends to it. Leaves out what only
     the host reads, and scalars such as the factor of a GradScaler."""
     device, found = trace.device, dict[int, TensorSpec]()
-    data = {number for number, storage in enumerate(trace.storages) if storage.role is None}
+    touched = {number for op in trace.ops for number in op.storages}  # of a part of a long trace: few
+    data = {number for number in touched if trace.storages[number].role is None}
     before = {number for number in data if trace.storages[number].born == BEFORE}
     for op in trace.ops:
         call = op.call

@@ -24,9 +24,9 @@ from flopmeter.run.synthetic import is_absent
 from flopmeter.trace.mixed_devices import MixedDevicesError
 
 
-def what_to_do(script: Script, ending: Ending, guessed: Sequence[str]) -> str:
+def what_to_do(script: Script, ending: Ending, guessed: Sequence[str], absent: Sequence[str] = ()) -> str:
     """One line about a script that ended in an error: what it means here, and what can be done. `guessed`: the lines
-    that read values for which flopmeter stood in."""
+    that read values for which flopmeter stood in. `absent`: what was said of weights that are not here."""
     error, head = _telling(ending.error), f"{script.name} ended with {type(ending.error).__name__}"
     if error is None:
         return head
@@ -47,6 +47,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str]) -> str:
             f"{head}: its traceback is above. It read values that are not known, and was told others ({lines}): if the "
             "error hangs on one of them, leave out what reads it, by the script's arguments"
         )
+    if absent:
+        return f"{head}: its traceback is above. If the error hangs on what is in this file, bring it: {absent[-1]}"
     return f"{head}, which is not flopmeter's: its traceback is above"
 
 
@@ -160,6 +162,9 @@ def _about_import(error: ImportError, script: Script) -> str:
         return "flopmeter's shim does not have it: run the script's path without it, by its arguments"
     if "relative import" in str(error):
         return "it is a part of a package: run it as flopmeter run -m package.module, in the folder of the package"
+    cause = error.__context__
+    if error.name is None and isinstance(cause, ImportError) and (cause.name or "").partition(".")[0] in SHIMS:
+        return _about_import(cause, script)  # a library put words of its own in its place
     if error.name is None and (shim := _named_shim(str(error))):
         return f"{shim} does not run without a GPU: let flopmeter stand in with --shim {shim}"
     if error.name is None:

@@ -36,7 +36,7 @@ from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.step_parts import Parts, with_usual_step
 from flopmeter.run.steps import AUTO, Steps
 from flopmeter.run.synthetic import SyntheticData
-from flopmeter.run.weights import WeightFiles
+from flopmeter.run.weights import KEEPS_ITS_OWN, WeightFiles
 from flopmeter.timing.scratch import kept_bytes
 from flopmeter.torch_names.imported import no_folder_instead_of
 from flopmeter.torch_names.private import DYNAMO
@@ -129,7 +129,7 @@ class ScriptSession:
         return PATIENCE_TO_PRINT_S if self.takes_times or may_take_times else PATIENCE_S if only_infers else 0.0
 
     def report_of(self, ops: range) -> Report:
-        return self.meter.report(ops=ops)
+        return self.meter.times_of(ops)
 
     def host_waits_at(self, moment: int) -> bool:
         waits = self.meter.trace.stream_use.host_waits
@@ -301,6 +301,10 @@ class ScriptSession:
             f"each step leaves {with_prefix(grown, 'B')} in memory that no later one frees (a list of results, or a "
             f"loss with its graph that is added up?): the device is full after {steps:,} more steps"
         )
+
+    def absent_weights(self) -> list[str]:
+        """What was said of files of weights that are not here, without what became of their models."""
+        return [note.removesuffix(KEEPS_ITS_OWN) for note in self.notes if note.endswith(KEEPS_ITS_OWN)]
 
     def lines_that_guess(self) -> list[str]:
         """The lines of the program that read unknown values. The line that began last comes last."""

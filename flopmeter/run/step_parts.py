@@ -43,7 +43,7 @@ class OutermostCall(NamedTuple):
     name: str  # the module's class, or the function
     ops: range
     learns: bool  # it remembered gradients
-    evaluates: bool  # what the leading optimizer updates, in eval mode, or a copy of it, without gradients
+    evaluates: bool  # what the leading optimizer updates, in eval mode, or without gradients a copy of it
     is_copy: bool  # an average of the weights, or a teacher
 
 

@@ -15,8 +15,8 @@ an optimizer, or its own code has words of training), it goes on, and after SECO
 end it; so is one who waits as long between two steps.
 
 Between two updates a program may also evaluate, every so many steps or at the end of an epoch: it calls what it trains
-in eval mode, without gradients, or a copy of it, as an average of its weights. The steady step is one without that, if
-there is one. What every step does, such as the rollouts of reinforcement learning, is a part of it.
+in eval mode, with no backward pass, or a copy of it, as an average of its weights. The steady step is one without
+that, if there is one. What every step does, such as the rollouts of reinforcement learning, is a part of it.
 """
 
 from __future__ import annotations
@@ -345,9 +345,9 @@ class Steps:
             records = _records_gradients()
             learns = _learns(module) and records
             evaluates = is_copy = False
-            if self._optimizers.one_has_stepped and not records:
+            if self._optimizers.one_has_stepped and not (records and module.training):
                 is_updated = self._optimizers.leader_updates(module)
-                is_copy = not is_updated and self._optimizers.leader_updates_copy_of(module)
+                is_copy = not is_updated and not records and self._optimizers.leader_updates_copy_of(module)
                 evaluates = is_copy or (is_updated and not module.training)
             called = weakref.ref(module), class_of(module), ops
             self._calls.append(OutermostCall(*called, learns, evaluates, is_copy))
@@ -378,11 +378,18 @@ class Steps:
 
     def _evaluations(self) -> list[OutermostCall]:
         """The calls that evaluate. A copy that every step calls is a teacher, and no evaluation."""
-        found = [call for call in self._calls if call.evaluates]
+        found = [call for call in self._calls if call.evaluates and not (call.learns and self._is_trained_by(call))]
         starts = [call.ops.start for call in found if call.is_copy]
         steps = {bisect_right(self._ends, start) for start in starts}
         is_teacher = steps.issuperset(range(1, len(self._ends)))
         return [call for call in found if not (call.is_copy and is_teacher)]
+
+    def _is_trained_by(self, call: OutermostCall) -> bool:
+        """Whether what a call in eval mode recorded may serve a backward pass, as where batch norms are frozen. A
+        program that only forgot no_grad calls the same in training mode before one."""
+        same = (each for each in self._calls if each.module == call.module and each.ops.start >= call.ops.stop)
+        then = next((each for each in same if each.learns and not each.evaluates), None)
+        return then is None or self._run.has_backward(range(call.ops.stop, then.ops.start))
 
     def _marked_function(self) -> Patch:
         module_name, _, path = self._marker.partition(":")

@@ -33,6 +33,9 @@ OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 CHECKPOINTS = "checkpoints were neither written nor read: weights have no data; copies are not counted"
 
+KEEPS_ITS_OWN = ": its model keeps the weights that it was made with"
+"""The end of a note about a file that is not here."""
+
 
 class AbsentWeights(OrderedDict[str, Any]):
     """Stands in for the content of a file of weights that is not here: it is empty, and so is each of its parts. As a
@@ -161,7 +164,7 @@ class WeightFiles:
     def _is_absent(self, file: Any, name: str, why: str) -> AbsentWeights:
         self._any_absent = True
         absent = self._saved[_place(file)] = AbsentWeights()
-        self._note(f"{name} {why}: its model keeps the weights that it was made with")
+        self._note(f"{name} {why}{KEEPS_ITS_OWN}")
         return absent
 
     @around

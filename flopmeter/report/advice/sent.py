@@ -66,12 +66,16 @@ def ends_of(op: Op) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
 
 
 def made_for_copies(trace: Trace, ops: set[int]) -> set[int]:
-    """Those of the ops that make what a later copy brings to the device. A copy of one number is none of a batch."""
+    """Those of the ops that make what a later copy brings to the device, and the reads of numbers before them, as of a
+    place to cut at: `data[i : i + 8]`. A copy of one number is none of a batch."""
     wanted, makers = set[int](), set[int]()
+    goes_on = False  # whether the op of the host that comes next is one of them
     for index in range(len(trace.ops) - 1, -1, -1):
         op = trace.ops[index]
-        if index in ops:
-            if not wanted.isdisjoint(op.storages):
+        is_cut = op.packet is aten._local_scalar_dense and all(spec.device == "cpu" for spec in op.inputs)
+        if index in ops or is_cut:
+            goes_on = goes_on if is_cut else not wanted.isdisjoint(op.storages)
+            if goes_on:
                 makers.add(index)
                 wanted |= set(op.storages)
             continue

@@ -5,7 +5,7 @@ No GPU runs, so utilization and power are those of an idle one. Memory is that o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,9 +61,31 @@ def nvmlDeviceGetUtilizationRates(handle: int) -> _HowBusy:  # noqa: N802
     return _HowBusy(torch.cuda.utilization(handle), torch.cuda.memory_usage(handle))
 
 
+class nvidia_smi:  # noqa: N801
+    """pynvml.smi, which versions before 12 have: all that is known of the GPUs, whatever the filter asks for."""
+
+    @staticmethod
+    def getInstance() -> nvidia_smi:  # noqa: N802
+        return nvidia_smi()
+
+    def DeviceQuery(self, filter: object = None) -> dict[str, list[dict[str, Any]]]:  # noqa: N802
+        return {"gpu": [_as_smi_tells(nvmlDeviceGetHandleByIndex(index)) for index in range(nvmlDeviceGetCount())]}
+
+
+def _as_smi_tells(handle: int) -> dict[str, Any]:
+    memory, busy = nvmlDeviceGetMemoryInfo(handle), nvmlDeviceGetUtilizationRates(handle)
+    return {
+        "product_name": nvmlDeviceGetName(handle),
+        "fb_memory_usage": {name: nbytes / 2**20 for name, nbytes in memory._asdict().items()} | {"unit": "MiB"},
+        "utilization": {"gpu_util": busy.gpu, "memory_util": busy.memory, "unit": "%"},
+        "power_readings": {"power_draw": nvmlDeviceGetPowerUsage(handle) / 1000, "unit": "W"},
+    }
+
+
 MODULES = {
     "pynvml": named(
         NVMLError, nvmlInit, nvmlShutdown, nvmlDeviceGetCount, nvmlDeviceGetHandleByIndex, nvmlDeviceGetName,
         nvmlDeviceGetMemoryInfo, nvmlDeviceGetPowerUsage, nvmlDeviceGetUtilizationRates,
-    )
+    ),
+    "pynvml.smi": named(nvidia_smi),
 }  # fmt: skip

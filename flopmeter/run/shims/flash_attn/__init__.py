@@ -22,6 +22,7 @@ MODULES: dict[str, dict[str, Any]] = {
         padding.unpad_input, padding.pad_input, padding.index_first_axis, padding.index_put_first_axis,
         padding.rearrange, padding.repeat,
     ),
+    "flash_attn.flash_attention": named(attention.FlashAttention),
     "flash_attn.flash_attn_interface": attention.FUNCTIONS,
     "flash_attn.layers": {},
     "flash_attn.layers.rotary": {**_ROTARY, "apply_rotary_emb_func": rotary.apply_rotary_emb},

@@ -263,6 +263,25 @@ class FlashSelfAttention(torch.nn.Module):
         return self.drop.p if self.training else 0.0, options
 
 
+class FlashAttention(FlashSelfAttention):
+    """flash_attn/flash_attention.py of versions before 2: it also returns weights of attention, which are None."""
+
+    def __init__(self, softmax_scale: float | None = None, attention_dropout: float = 0.0, **factory: Any) -> None:
+        super().__init__(softmax_scale=softmax_scale, attention_dropout=attention_dropout)
+
+    def forward(  # type: ignore[override]
+        self,
+        qkv: Tensor,
+        key_padding_mask: Tensor | None = None,
+        causal: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_s: int | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, None]:
+        refuse("flash_attn", {"key_padding_mask": key_padding_mask, "need_weights": need_weights})
+        return super().forward(qkv, causal, cu_seqlens, max_s), None
+
+
 class FlashCrossAttention(FlashSelfAttention):
     """Attention of q over k and v packed in one tensor, with the options of FlashSelfAttention."""
 
