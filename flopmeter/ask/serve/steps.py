@@ -140,7 +140,7 @@ class StepModel:
         report = self._eager(device, batch, new, cached, logits)
         assert report.in_mode is not None
         kernels = in_formats(report.kernels, report.memory.trace, device, self.weights, self.kv, self._published)
-        return report.in_mode(self.mode, kernels=kernels)
+        return report.in_mode(self.mode, kernels=kernels, is_captured=self.decoder.cache == "paged")
 
     def _eager(self, device: Hardware, *sizes: int) -> Report:
         meters = self._meters.setdefault(sizes, Meters(self._options))
