@@ -39,7 +39,7 @@ class Steps:
         self, decode: dict[int, StepCost], chunk: StepCost = CHUNK, weights: int = WEIGHTS, cache="paged",
         kv: str = "bf16",
     ):  # fmt: skip
-        self.kv = kv
+        self.kv, self.weights = kv, "bf16"
         self._decode, self._chunk, self._weights = decode, chunk, weights
         self.decoder = SimpleNamespace(cache=cache, kv_bytes=lambda tokens, width: tokens * TOKEN_BYTES * width / 2)
         self.asked = set[tuple[int, ...]]()
