@@ -550,6 +550,15 @@ def test_the_power_limit_bounds_the_rate():
     assert bound.requests_per_s == pytest.approx(2 / 3)
 
 
+def test_prompts_are_bound_by_compute_few_tokens_by_memory_and_small_steps_by_overhead():
+    """2,048 tokens make as many multiply-adds with each weight of 2 bytes, the ridge of an H100 is at 150 of them."""
+    one = served(prompt=2048, output=32, model="llama-3-8b", slo={"tpot": 0.008}).rows[0]
+    assert (one.prefill_bound_by, one.decoding_bound_by) == ("compute", "memory")
+    tiny = config(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, vocab_size=500)
+    small = served(model=tiny, prompt=64, output=2, slo={"tpot": 1.0}).rows[0]
+    assert small.prefill_bound_by == "overhead"
+
+
 def test_expected_tokens_of_a_draft():
     assert expected_tokens(4, 0.0) == 1
     assert expected_tokens(4, 1.0) == 5

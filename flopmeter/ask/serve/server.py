@@ -55,6 +55,9 @@ class Server:
             points=tuple(self._point(each) for each in shown),
             best=None if best is None else self._point(best),
             limited_by=self._limit(best, most, loads),
+            prefill_bound_by=self._prefill_chunk.bound_by,
+            decoding_bound_by=self._decode(best.at_work if best else 1).bound_by,
+            prefill_servers=servers,
             dollars_per_hour=None if self._price is None else self._price * plan.gpus * (1 + servers),
         )
 
