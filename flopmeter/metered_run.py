@@ -10,7 +10,7 @@ from flopmeter.costs import CallCosts
 from flopmeter.device.cluster import Cluster
 from flopmeter.device.hardware import Hardware
 from flopmeter.launch.fusion import NOTE, whole_program
-from flopmeter.launch.modes import Widened, compiled_region, launches, mode_called
+from flopmeter.launch.modes import MODES, Widened, compiled_region, launches, mode_called
 from flopmeter.launch.templates import with_templates
 from flopmeter.records import Clocks, Kernel, Launches, LaunchMode, Trace
 from flopmeter.report.ran import Ran
@@ -46,6 +46,7 @@ class PricedInstead(NamedTuple):
     trace: Trace | None = None  # a changed one, as advice makes
     kernels: list[Kernel] | None = None  # in place of those of the eager run, one for one
     widened: Widened = "as marked"  # what is compiled
+    is_captured: bool = False  # by torch.cuda.graph: a replay is a launch, without the guards of a compiler
 
     @property
     def is_none(self) -> bool:
@@ -104,6 +105,9 @@ class MeteredRun:
             kernels = self.kernels_of(trace, self.known.costs)
         run = launches(kernels, trace, mode, region, widened=change.widened)
         run = run._replace(repeats=self.repeats and not trace.stream_use.host_waits)
+        if change.is_captured and mode.replays_graph:
+            graphs = {number for number in run.graphs if number is not None}
+            run = run._replace(captured=dict.fromkeys(graphs, MODES["eager-cudagraph"]))
         if change.is_none:
             self.known.launched[mode.has_graphs, mode.fuses] = run, trace
         return run, trace

@@ -134,6 +134,16 @@ def test_a_split_in_which_the_model_does_not_run_is_left_out_and_said():
     assert said.startswith("left out: tp 2, since Fixed does not run so (RuntimeError: shape '[1, 64, 4, 64]'")
 
 
+def test_splits_that_fail_for_one_reason_share_a_line():
+    only = {"microbatch": 1, "recompute": ["none", "full"], "cp": 1}
+    found = plan(Fixed, 2, H100, batch=4, length=64, tensor_parallel=STYLES, only=only)
+    (said,) = [note for note in found.notes if note.startswith("left out: ")]
+    assert sorted(said.removeprefix("left out: ").split(", since ")[0].split("; ")) == [
+        "tp 2",
+        "tp 2 with full recomputation",
+    ]
+
+
 def test_where_none_of_the_wanted_splits_runs_the_error_says_why():
     only = {"tp": 2, "microbatch": 1, "recompute": "none"}
     with pytest.raises(PlanError, match="none of these splits runs: tp 2, since Fixed does not run so") as found:

@@ -72,6 +72,19 @@ def test_a_composed_step_of_both_is_near_the_one_that_is_metered_whole():
     assert memory_of(step).peak_bytes == pytest.approx(whole.memory.peak_bytes, rel=0.05)
 
 
+def test_experts_wait_for_their_gathers_as_long_as_in_torch_where_these_are_large():
+    """Two nodes of which each has all experts: half of their numbers come over the network for each layer."""
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 768, "num_experts": 128, "num_hidden_layers": 4}
+    config = transformers.Qwen3MoeConfig(**qwen().to_dict() | sizes)
+    subject, where = subject_of(config), Where(LENGTH, H100, DGX, "eager", {})
+    split = Split(dp=1, fsdp=16, tp=1, cp=1, pp=1, ep=8, microbatch=SEQUENCES, recompute="none", schedule="none")
+    whole = meter_whole(subject, where, (split, 1))
+    step = compose(SplitWork(split, subject.kinds, layers_of(config, 1, 8), 16 * SEQUENCES, H100, DGX))
+    assert step.seconds == pytest.approx(whole.seconds, rel=0.1)
+    waits = (found.seconds_by_bound["communication"] for found in (step, whole))
+    assert next(waits) == pytest.approx(next(waits), rel=0.15)
+
+
 def llama4() -> Any:
     return transformers.Llama4TextConfig(
         hidden_size=256, intermediate_size=256, intermediate_size_mlp=512, num_hidden_layers=2, num_attention_heads=4,

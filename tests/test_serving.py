@@ -288,7 +288,7 @@ def test_a_step_ends_with_the_most_likely_token_of_each_sequence():
     assert last.cost.bytes_written == 4 * 8  # one number of 64 bits for each
 
 
-def test_two_kernels_route_the_tokens_of_a_layer_of_experts(experts):
+def test_two_ops_route_the_tokens_of_a_layer_of_experts(experts):
     report = experts["bf16"].report(load_hardware(H100), 64, 1, 512)
     of_layer, of_next = (
         [kernel.cost for kernel in report.kernels if f".{layer}.mlp" in kernel.op.module] for layer in (0, 1)
@@ -305,6 +305,19 @@ def test_two_kernels_route_the_tokens_of_a_layer_of_experts(experts):
         "_grouped_mm",
         "fused(index, mul, sum)",
     ]
+
+
+def test_routing_takes_three_small_kernels_and_never_less_for_more_tokens(experts):
+    """Scores in bf16 are read, 2 picks of 64 written as 64-bit numbers and sorted: three starts, and these bytes."""
+    device, taken = load_hardware(H100), []
+    for batch in (1, 16, 64, 256, 1024, 4096):
+        report = experts["bf16"].report(device, batch, 1, 512)
+        seconds = sum(row.seconds for row in report.rows("op") if row.name in ("topk", "sort")) / LAYERS
+        nbytes = batch * (2 * 64 + 2 * (2 + 8) + 2 * 8 + 2 * 2 * 8)
+        least = 3 * device.kernel_floor_seconds
+        assert least <= seconds < 2 * least + 3 * nbytes / device.sustained_bandwidth_bytes_per_s, batch
+        taken.append(seconds)
+    assert taken == sorted(taken)
 
 
 def test_few_tokens_read_as_many_experts_as_tokens_that_pick_by_chance(experts):
@@ -523,10 +536,27 @@ def test_where_the_host_holds_up_one_request_alone_many_take_no_less_time_than_w
         assert compiled[batch] > graphs[batch] - 0.0002
 
 
+@pytest.mark.parametrize("layers", [2, 12])
+def test_an_engine_replays_a_step_with_one_launch_however_many_tensors_its_graph_has(layers):
+    """The host takes the 41 µs of issue 150488 in torch's repository; guards of the compiler are not in a replay."""
+    model = config(num_hidden_layers=layers, hidden_size=1024, intermediate_size=2048, num_attention_heads=8)
+    report = StepModel(decoder(model), "cudagraph", "bf16", "bf16", {}).report(load_hardware(H100), 1, 1, 512)
+    assert report.seconds - report.kernel_seconds == pytest.approx(41e-6 * report.hardware.host.relative_time)
+
+
 def test_the_power_limit_bounds_the_rate():
     """3 joules of each request at 2 watts: no more than two requests in three seconds."""
     bound = load(work(by_power=lambda batch: 3 * batch / 2), 4)
     assert bound.requests_per_s == pytest.approx(2 / 3)
+
+
+def test_prompts_are_bound_by_compute_few_tokens_by_memory_and_small_steps_by_overhead():
+    """2,048 tokens make as many multiply-adds with each weight of 2 bytes, the ridge of an H100 is at 150 of them."""
+    one = served(prompt=2048, output=32, model="llama-3-8b", slo={"tpot": 0.008}).rows[0]
+    assert (one.prefill_bound_by, one.decoding_bound_by) == ("compute", "memory")
+    tiny = config(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, vocab_size=500)
+    small = served(model=tiny, prompt=64, output=2, slo={"tpot": 1.0}).rows[0]
+    assert small.prefill_bound_by == "overhead"
 
 
 def test_expected_tokens_of_a_draft():
@@ -748,6 +778,21 @@ def test_a_model_too_large_for_a_device_is_left_out_with_the_reason():
     assert "on one GPU of 47.2 GB: take more of them (gpus=, --gpus), or narrower weights" in result.unable[L40S]
     assert "on each of 2 GPUs of" in serving(large, [L40S], prompt=16, output=16, gpus=2).unable[L40S]
     assert "left out: l40s" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv", "layers", "tokens", "advice"),
+    [
+        ("bf16", "bf16", 250, 16, ["gpus=", "weights='fp8'"]),  # 109 GB of weights: no cache would be small enough
+        ("bf16", "bf16", LAYERS, 2**23, ["gpus=", "weights='fp8'", "kv='fp8'"]),  # 69 GB of cache
+        ("fp8", "bf16", LAYERS, 2**23, ["gpus=", "weights='int4'", "kv='fp8'"]),
+        ("int4", "fp8", LAYERS, 2**24, ["gpus="]),  # 69 GB in half the bytes
+    ],
+)
+def test_what_does_not_fit_is_told_only_what_would_take_less(weights, kv, layers, tokens, advice):
+    model = config(num_hidden_layers=layers)
+    said = serving(model, [L40S], prompt=tokens, output=16, weights=weights, kv=kv).unable[L40S]
+    assert [each for each in ("gpus=", "weights='fp8'", "weights='int4'", "kv='fp8'") if each in said] == advice
 
 
 def test_every_format_holds_the_rows(result):

@@ -39,7 +39,7 @@ class Steps:
         self, decode: dict[int, StepCost], chunk: StepCost = CHUNK, weights: int = WEIGHTS, cache="paged",
         kv: str = "bf16",
     ):  # fmt: skip
-        self.kv = kv
+        self.kv, self.weights = kv, "bf16"
         self._decode, self._chunk, self._weights = decode, chunk, weights
         self.decoder = SimpleNamespace(cache=cache, kv_bytes=lambda tokens, width: tokens * TOKEN_BYTES * width / 2)
         self.asked = set[tuple[int, ...]]()
@@ -305,15 +305,39 @@ def test_a_server_is_shown_at_each_doubling_of_its_requests_and_when_it_is_full(
 
 
 def test_a_step_after_others_and_one_between_two_have_all_their_figures():
-    """Seconds, joules, working bytes, seconds of links and busy ones."""
-    one, two = StepCost(1.0, 10.0, 100, 0.5, 0.8), StepCost(3.0, 50.0, 700, 0.1, 2.0)
-    assert one.after(two, 3) == pytest.approx((10.0, 160.0, 100, 0.8, 6.8))
+    """Seconds, joules, working bytes, seconds of links and busy ones, those bound by compute and by memory."""
+    one, two = StepCost(1.0, 10.0, 100, 0.5, 0.8, 0.1, 0.2), StepCost(3.0, 50.0, 700, 0.1, 2.0, 0.9, 0.4)
+    assert one.after(two, 3) == pytest.approx((10.0, 160.0, 100, 0.8, 6.8, 2.8, 1.4))
     assert one.after(two).seconds == 4.0
-    assert one.towards(two, 0.25) == pytest.approx((1.5, 20.0, 700, 0.4, 1.1))
+    assert one.towards(two, 0.25) == pytest.approx((1.5, 20.0, 700, 0.4, 1.1, 0.3, 0.25))
     assert (one.idle_seconds, two.idle_seconds) == pytest.approx((0.2, 1.0))
     unknown = one._replace(joules=None)
     found = (unknown.after(two), one.after(two._replace(joules=None)), unknown.towards(two, 0.5))
     assert [each.joules for each in (*found, one.towards(unknown, 0.5))] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("links", "compute", "memory", "bound"),
+    [
+        (1.0, 4.0, 3.0, "compute"),
+        (1.0, 2.0, 4.0, "memory"),
+        (4.0, 3.0, 2.0, "communication"),
+        (1.0, 2.0, 3.0, "overhead"),  # the other four of ten seconds
+    ],
+)
+def test_a_step_is_bound_by_what_takes_the_largest_part_of_it(links, compute, memory, bound):
+    assert StepCost(10.0, None, 0, links, 9.0, compute, memory).bound_by == bound
+
+
+def test_a_row_tells_what_bounds_its_steps_and_how_many_gpus_run_prefill():
+    """Eight requests share a step of decoding of 10 ms; 8 of .1 s of prefill a second fill .8 / .7 GPUs."""
+    chunk = CHUNK._replace(compute_seconds=0.08)
+    decode = {batch: cost._replace(memory_seconds=0.006) for batch, cost in like(10).items()}
+    found = row(Steps(decode, chunk), holds=8 * 4101)
+    assert (found.prefill_bound_by, found.decoding_bound_by, found.prefill_servers) == ("compute", "memory", 0)
+    assert found.bounds == "prefill is bound by compute, decoding by memory"
+    apart = row(Steps(decode, chunk), holds=8 * 4101, chunk=None, is_disaggregated=True)
+    assert apart.bounds.endswith(f"decoding by memory; {8 * 0.1 / 0.7:.2f} GPUs of prefill for each that decodes")
 
 
 # --- what a config says, and what engines make of a model ------------------------------------------------------------

@@ -106,6 +106,19 @@ def test_modules_that_a_config_names_for_each_layer_are_told_once_for_all(tmp_pa
     assert any(note.endswith("part_f and 2 others") for note in result.notes)
 
 
+@pytest.mark.parametrize(("gpus", "is_told"), [(1, False), (2, False), (4, False), (8, True)])
+def test_a_width_that_gpus_cut_within_a_block_of_scales_is_told(tmp_path, gpus, is_told):
+    """As 1,536 of Qwen3-235B-A22B-FP8 in blocks of 128 over 8 GPUs, 192 on each, which vLLM does not load."""
+    facts = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    sizes = SMALL | {"intermediate_size": 1536, "num_key_value_heads": 8}
+    said = str(serving(published(tmp_path, **sizes, quantization_config=facts), [H100], prompt=64, output=8, gpus=gpus))
+    assert ("intermediate_size 1536 over 8 GPUs is 192 on each, no multiple of the 128 weights" in said) == is_told
+    other = serving(
+        published(tmp_path, **sizes, quantization_config=facts), [H100], prompt=64, output=8, gpus=gpus, weights="bf16"
+    )
+    assert "share a scale" not in str(other)
+
+
 def test_a_format_that_is_not_known_is_told_with_what_is_taken_in_its_place(tmp_path):
     facts = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     result = serving(published(tmp_path, **SMALL, quantization_config=facts), [H100], prompt=64, output=16)

@@ -256,13 +256,15 @@ class _RankOfSplit:
         return [each for each in found if each.gathered_bytes] if experts else [others]
 
     def _gather(self, parts: list[PartCost], after: tuple[int, ...]) -> tuple[int, ...]:
-        """Parameters are gathered, and copied out of the buffer."""
-        host = self._work.hardware.host
-        for group in self._sharded(parts):
-            gathered = self._transfer(Collective("all_gather", group.gathered_bytes, group.ranks), GATHER, after)
+        """Parameters are gathered, and copied out of the buffers. Experts are fetched with the rest of their layer, as
+        torchtitan tells FSDP2 (`set_modules_to_forward_prefetch`)."""
+        host, groups = self._work.hardware.host, self._sharded(parts)
+        sent = [Collective("all_gather", group.gathered_bytes, group.ranks) for group in groups]
+        arriving = [self._transfer(each, GATHER, after) for each in sent]
+        for group, gathered in zip(groups, arriving, strict=True):
             moved = self._moved(2 * group.gathered_bytes)
-            sent = self._sent(GATHER_OPS, GATHER_VIEWS * group.tensors) + host.fsdp_gather_seconds(group.tensors)
-            after = self._compute(PassCost(memory_seconds=moved, host_seconds=sent), gathered)
+            launched = self._sent(GATHER_OPS, GATHER_VIEWS * group.tensors) + host.fsdp_gather_seconds(group.tensors)
+            after = self._compute(PassCost(memory_seconds=moved, host_seconds=launched), gathered)
         return after
 
     def _scatter(self, parts: list[PartCost]) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -84,11 +85,15 @@ def shard(subject: Subject, model: nn.Module, mesh: DeviceMesh, split: Split) ->
     if split.gather == "step":  # else torch's own choice: layers are, what is outside of them is not
         options["reshard_after_forward"] = False
     of_experts = of_fsdp if split.ep == 1 else _mesh_of_experts(split)
-    for block in subject.layers_of(model):
+    blocks: list[Any] = [*subject.layers_of(model)]
+    for block in blocks:
         for experts in experts_of(block) if split.ep > 1 else ():
             fully_shard(experts, mesh=of_experts, **options)
         fully_shard(block, mesh=of_fsdp, **options)
     fully_shard(model, mesh=of_fsdp, **options)
+    for block, following in pairwise(blocks) if split.ep > 1 else ():
+        block.set_modules_to_forward_prefetch([following, *experts_of(following)])
+        following.set_modules_to_backward_prefetch([block, *experts_of(block)])
 
 
 def _mesh_of_experts(split: Split) -> DeviceMesh:

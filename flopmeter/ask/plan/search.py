@@ -136,8 +136,12 @@ class Search:
         return [*found, *(f"left out: {each}" for each in self._left_out()), *assumed]
 
     def _left_out(self) -> list[str]:
-        whys = {str(shape): why for shape, why in reversed(self._failed.items())}  # one for all microbatches
-        return [f"{shape}, since {self._subject.name} does not run so ({why})" for shape, why in whys.items()]
+        shapes: dict[str, dict[str, None]] = {}  # by what the error was; one for all microbatches
+        for shape, why in reversed(self._failed.items()):
+            shapes.setdefault(why, {})[str(shape)] = None
+        return [
+            f"{'; '.join(each)}, since {self._subject.name} does not run so ({why})" for why, each in shapes.items()
+        ]
 
 
 def _fastest(works: list[SplitWork], rows: int, usable_bytes: int | None) -> list[_Found]:

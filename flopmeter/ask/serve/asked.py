@@ -207,9 +207,23 @@ def _of_weights(own: StepModel, devices: Sequence[Hardware]) -> Iterator[str]:
             f"weights in {own.weights}: {figure(chosen.bits)} bits; {chosen.what}; {own.decoder.head} as it is"
             + (f", and by the config {kept}" if kept else "")
         )
+    if own.weights == published.weights and published.block:
+        yield from _of_cut_blocks(own.decoder, published.block)
     lack = [device.name for device in devices if chosen.product and not has_product(device, chosen.product)]
     if lack:
         yield f"no products in {chosen.product} on {', '.join(lack)}: weights are unpacked in bf16 products"
+
+
+def _of_cut_blocks(own: Decoder, block: int) -> Iterator[str]:
+    """Widths of which a rank's part ends within a block of weights that share a scale, where the whole does not."""
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        width = getattr(own.config, name, None)
+        if isinstance(width, int) and width % block and not width * own.ranks % block:
+            yield (
+                f"{name} {width * own.ranks} over {own.ranks} GPUs is {width} on each, no multiple of the {block}"
+                " weights that share a scale by the config: engines refuse that (vLLM, SGLang), so take fewer GPUs"
+                " (--gpus), or spread experts (--expert-parallel)"
+            )
 
 
 def _of_cache(own: StepModel) -> Iterator[str]:

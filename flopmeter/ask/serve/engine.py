@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flopmeter.costs import make_cost
 from flopmeter.device.hardware import Hardware
 from flopmeter.launch.grouped_matmul import is_grouped
-from flopmeter.records import AttentionBackend, AttentionWork, Kernel
+from flopmeter.records import SORTING, AttentionBackend, AttentionWork, Kernel
 from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import aten
 
@@ -97,16 +98,22 @@ def with_newest_attention(kernels: Sequence[Kernel], device: Hardware) -> list[K
 
 
 def with_one_sort(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """The kernels of a step in which two route the tokens of a layer of experts: one picks the experts from the scores,
-    and one sorts the tokens by them. transformers takes some ten."""
+    """The kernels of a step as engines route the tokens of a layer of experts: one picks experts from the scores (as
+    vLLM's `topk_softmax` and `grouped_topk`); two sort the tokens by experts, of which there are few: one counts, one
+    places (`moe_align_block_size`). transformers takes some ten, with torch's general sorts."""
     experts = {kernel.op.module for kernel in kernels if is_grouped(kernel)}
     kept: list[Kernel] = []
     for kernel in kernels:
         if kernel.op.module not in experts or _is_of_data(kernel):
             kept.append(kernel)
-        elif kernel.op.packet is aten.sort:
-            kept = [*_with_one_choice(kept, kernel.op.module.rpartition(".")[0]), kernel]
+        elif kernel.op.packet is aten.sort and kept[-1].op is not kernel.op:
+            kept = [*_with_one_choice(kept, kernel.op.module.rpartition(".")[0]), _in_passes(kernel, 2)]
     return kept
+
+
+def _in_passes(kernel: Kernel, kernels: int) -> Kernel:
+    """In place of one of torch's sorts: that many kernels, which together read the input and write the result once."""
+    return kernel._replace(cost=make_cost(kernel.op.call, SORTING, access="stream", kernels=kernels))
 
 
 def _is_of_data(kernel: Kernel) -> bool:
@@ -122,10 +129,14 @@ def _with_one_choice(kernels: list[Kernel], layer: str) -> list[Kernel]:
     if not start:
         return kernels
     scores = kernels[start - 1].op.call.outputs[0].numel
-    chosen = [kernel for kernel in kernels[start:] if kernel.op.packet is aten.topk]
+    chosen = next((kernel for kernel in kernels[start:] if kernel.op.packet is aten.topk), None)
     return [
         *_with_scores_uncast(kernels[:start]),
-        *(k for k in kernels[start:] if k in chosen[:1] or any(spec.numel > scores for spec in k.op.call.outputs)),
+        *(
+            _in_passes(kernel, 1) if kernel is chosen else kernel
+            for kernel in kernels[start:]
+            if kernel is chosen or any(spec.numel > scores for spec in kernel.op.call.outputs)
+        ),
     ]
 
 

@@ -52,6 +52,7 @@ class Quantised(NamedTuple):
     unknown: str | None = None  # a way of quantising that is none of WEIGHTS
     kv: str | None = None  # the cache, of KV_BYTES; None: it says nothing, or something else
     unknown_kv: str | None = None  # a format of the cache that is none of KV_BYTES
+    block: int = 0  # rows and columns of weights that share a scale; 0: it says none
     head: str = "lm_head"  # the path of what scores the vocabulary; it stays as it is, like embeddings and norms
 
     def format_of(self, weights: str) -> WeightFormat:
@@ -93,7 +94,8 @@ def quantised(config: Any) -> Quantised:
     kept = _in_language(next((facts[name] for name in _LEFT_OUT if facts.get(name)), ()))
     cache = _cache_format(facts)
     kv, unknown_kv = (cache, None) if cache in KV_BYTES else (None, cache)
-    return _of_weights(facts, kept)._replace(kv=kv, unknown_kv=unknown_kv)
+    block = max(facts.get("weight_block_size") or [0])
+    return _of_weights(facts, kept)._replace(kv=kv, unknown_kv=unknown_kv, block=block)
 
 
 def _cache_format(facts: Mapping[str, Any]) -> str | None:

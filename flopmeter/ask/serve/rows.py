@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flopmeter.records import Regime
 from flopmeter.report.quantities import figure, in_gb, in_ms
 from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
 
@@ -40,7 +41,18 @@ class ServingRow:
     points: tuple[ServingPoint, ...]  # by rising batch
     best: ServingPoint | None  # None where no batch keeps to the latencies
     limited_by: str  # what keeps the batch from being larger
+    prefill_bound_by: Regime  # of a chunk, or of a prompt in one step
+    decoding_bound_by: Regime  # at the best batch, else of one request alone
+    prefill_servers: float  # of prefill alone, for each that decodes; 0: the same do both
     dollars_per_hour: float | None  # of all its GPUs
+
+    @property
+    def bounds(self) -> str:
+        """What bounds the steps, and how many GPUs run those of prefill."""
+        apart = (
+            f"; {figure(self.prefill_servers)} GPUs of prefill for each that decodes" if self.prefill_servers else ""
+        )
+        return f"prefill is bound by {self.prefill_bound_by}, decoding by {self.decoding_bound_by}{apart}"
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, in plain types and SI units; without the other points."""
@@ -62,7 +74,7 @@ class Serving(Shown):
     def _document(self) -> Document:
         records = [row.as_dict() for row in self.rows]
         points = {row.hardware: [point._asdict() for point in row.points] for row in self.rows}
-        lines = [f"{row.hardware}: {row.limited_by}" for row in self.rows]
+        lines = [f"{row.hardware}: {row.limited_by}; {row.bounds}" for row in self.rows]
         return Document(
             kind="serving",
             title=self.title,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 
 from flopmeter.ask.compare import SECONDS_PER_HOUR
 from flopmeter.ask.serve.asked import ServingPlan, links_of
-from flopmeter.ask.serve.published import KV_BYTES
+from flopmeter.ask.serve.published import KV_BYTES, WEIGHTS
 from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_tokens, load
 from flopmeter.ask.serve.rows import ServingPoint, ServingRow
 from flopmeter.ask.serve.steps import StepCost, StepModel
@@ -35,8 +36,7 @@ class Server:
             raise HardwareError(
                 f"{self._device.name}: not even one request of {plan.prompt} + {plan.output} tokens fits beside"
                 f" {self._weight_bytes / 1e9:.1f} GB of weights on {_each_of(plan.gpus)} of"
-                f" {usable_bytes(self._device) / 1e9:.1f} GB: take more of them (gpus=, --gpus), or narrower"
-                " weights (weights='fp8', --weights fp8)"
+                f" {usable_bytes(self._device) / 1e9:.1f} GB: take {', or '.join(self._what_takes_less())}"
             )
         loads = [load(self._work, batch) for batch in range(1, min(most, MOST_REQUESTS) + 1)]
         kept = [each for each in loads if not self._over(each)]
@@ -55,8 +55,20 @@ class Server:
             points=tuple(self._point(each) for each in shown),
             best=None if best is None else self._point(best),
             limited_by=self._limit(best, most, loads),
+            prefill_bound_by=self._prefill_chunk.bound_by,
+            decoding_bound_by=self._decode(best.at_work if best else 1).bound_by,
+            prefill_servers=servers,
             dollars_per_hour=None if self._price is None else self._price * plan.gpus * (1 + servers),
         )
+
+    def _what_takes_less(self) -> Iterator[str]:
+        """What would take less memory of each GPU."""
+        yield "more of them (gpus=, --gpus)"
+        own = WEIGHTS[self._steps.weights].bits
+        if narrower := next((name for name in ("fp8", "int4") if WEIGHTS[name].bits < own), None):
+            yield f"narrower weights (weights={narrower!r}, --weights {narrower})"
+        if self._weight_bytes < usable_bytes(self._device) and self._steps.kv != "fp8":
+            yield "a narrower cache (kv='fp8', --kv fp8)"
 
     def links(self) -> str:
         return links_of(self._plan, self._device, self._prefill_chunk, self._step(1))

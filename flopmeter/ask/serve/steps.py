@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from flopmeter.ask.meters import Meters
@@ -16,7 +16,7 @@ from flopmeter.device.cluster import Cluster, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware
 from flopmeter.device.peer_memory import all_reduce_seconds
 from flopmeter.meter import Mode
-from flopmeter.records import Collective
+from flopmeter.records import Collective, Regime
 from flopmeter.report.report import Report
 
 LOGIT_BYTES = 2
@@ -30,31 +30,36 @@ class StepCost(NamedTuple):
     working_bytes: int  # in addition to weights and cache
     link_seconds: float  # of `seconds`: collectives, which nothing hides
     busy_seconds: float  # of `seconds`: in which the device works, and does not wait for the host
+    compute_seconds: float = 0.0  # of `seconds`: of kernels bound by it
+    memory_seconds: float = 0.0  # likewise
 
     @property
     def idle_seconds(self) -> float:
         return self.seconds - self.busy_seconds
 
+    @property
+    def bound_by(self) -> Regime:
+        """What takes the largest part of it."""
+        shares: dict[Regime, float] = {
+            "compute": self.compute_seconds, "memory": self.memory_seconds, "communication": self.link_seconds,
+        }  # fmt: skip
+        shares["overhead"] = self.seconds - sum(shares.values())
+        return max(shares, key=shares.__getitem__)
+
     def after(self, other: StepCost, times: int = 1) -> StepCost:
         """This step with `times` of the other one before it. The memory is that of this step."""
-        joules = None if self.joules is None or other.joules is None else self.joules + times * other.joules
-        links = self.link_seconds + times * other.link_seconds
-        busy = self.busy_seconds + times * other.busy_seconds
-        return StepCost(self.seconds + times * other.seconds, joules, self.working_bytes, links, busy)
+        return self._each(other, lambda own, others: own + times * others)._replace(working_bytes=self.working_bytes)
 
     def towards(self, other: StepCost, share: float) -> StepCost:
         """The step on the line between this one (0) and the other one (1). The memory is that of the other one."""
+        between = self._each(other, lambda own, others: own + share * (others - own))
+        return between._replace(working_bytes=other.working_bytes)
 
-        def between(one: float, two: float) -> float:
-            return one + share * (two - one)
-
-        return StepCost(
-            between(self.seconds, other.seconds),
-            None if self.joules is None or other.joules is None else between(self.joules, other.joules),
-            other.working_bytes,
-            between(self.link_seconds, other.link_seconds),
-            between(self.busy_seconds, other.busy_seconds),
-        )
+    def _each(self, other: StepCost, combined: Callable[[float, float], float]) -> StepCost:
+        """What is combined of each figure of the two; unknown where one is."""
+        pairs: Iterator[tuple[Any, Any]] = zip(self, other, strict=True)
+        figures: list[Any] = [None if None in (own, others) else combined(own, others) for own, others in pairs]
+        return StepCost(*figures)
 
     def with_turns(self, turns: int, more: StepCost) -> StepCost:
         """The step with that many more turns of layers, of which `more` has one."""
@@ -123,7 +128,8 @@ class StepModel:
         held = self.decoder.parameter_bytes + round(batch * self.decoder.metered_kv_bytes(cached, new))
         working = max(0, report.memory.peak_bytes - held)
         busy = min(report.kernel_seconds, report.seconds) + links
-        return StepCost(report.seconds + links, joules, working, links, busy)
+        shares = report.seconds_by_regime
+        return StepCost(report.seconds + links, joules, working, links, busy, shares["compute"], shares["memory"])
 
     def weight_bytes(self, device: Hardware) -> int:
         """Bytes of this rank's weights, in the format."""
@@ -140,7 +146,7 @@ class StepModel:
         report = self._eager(device, batch, new, cached, logits)
         assert report.in_mode is not None
         kernels = in_formats(report.kernels, report.memory.trace, device, self.weights, self.kv, self._published)
-        return report.in_mode(self.mode, kernels=kernels)
+        return report.in_mode(self.mode, kernels=kernels, is_captured=self.decoder.cache == "paged")
 
     def _eager(self, device: Hardware, *sizes: int) -> Report:
         meters = self._meters.setdefault(sizes, Meters(self._options))

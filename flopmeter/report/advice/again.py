@@ -71,12 +71,12 @@ def _goes_on(trace: Trace) -> bool:
 def _again(trace: Trace, earlier: Sequence[Op]) -> set[int]:
     """The ops of forward passes that compute what is there already, and stays, for others that do not."""
     overwritten = {spec.storage for op in (*earlier, *trace.ops) for spec in op.written}
-    values = _Values(overwritten)
+    contents = _Contents(overwritten)
     for op in earlier:
-        values.meet(op)
+        contents.meet(op)
     if has_backward(trace):  # another batch may lie where the last one did
-        values.forget(number for number, storage in enumerate(trace.storages) if storage.role is None)
-    known = {index for index, op in enumerate(trace.ops) if values.meet(op) and op.phase == "forward"}
+        contents.forget(number for number, storage in enumerate(trace.storages) if storage.role is None)
+    known = {index for index, op in enumerate(trace.ops) if contents.meet(op) and op.phase == "forward"}
     needed = {number for index, op in enumerate(trace.ops) if index not in known for number in op.reads}
     again, made = set[int](), set[int]()
     for index in sorted(known, reverse=True):
@@ -96,7 +96,7 @@ def _goes_too(trace: Trace, view: int, again: set[int], made: set[int]) -> bool:
     return after in again or not made.isdisjoint(trace.ops[view].makes)
 
 
-class _Values:
+class _Contents:
     """What storages hold. `overwritten`: those that are written to after they were made, and do not stay."""
 
     def __init__(self, overwritten: set[int]) -> None:
