@@ -60,7 +60,7 @@ def trained(*frozen: str, updated: str | tuple[str, ...] = "", by_hand: bool = F
 
 
 def told(report):
-    return [each for each in report.advice if "requires_grad_" in each.remedy]
+    return [each for each in report.advice if each.remedy.startswith("requires_grad_(False)")]
 
 
 @pytest.mark.parametrize("clears", [True, False], ids=["cleared", "never cleared"])
@@ -121,3 +121,59 @@ def test_weights_that_a_compiled_optimizer_updates_are_not_told_to_be_frozen():
         second.step()
     assert any(op.graph is not None for op in meter.trace.ops)
     assert not told(meter.report())
+
+
+def adversarial(detaches: bool, freezes: bool, sets_to_none: bool = True):
+    """The report of the third step of a generator and its critic."""
+    with torch.device("meta"):
+        generator = nn.Sequential(nn.Linear(128, 1024), nn.ReLU(), nn.Linear(1024, 4096))
+        critic = nn.Sequential(nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, 1))
+    of_generator, of_critic = (torch.optim.SGD(net.parameters(), 0.1, fused=True) for net in (generator, critic))
+    with torch.device("meta"), FlopMeter(H100) as meter:
+        for _ in range(3):
+            start = len(meter.trace.ops)
+            made = generator(torch.rand(4096, 128))
+            loss = critic(made.detach() if detaches else made).mean() - critic(torch.rand(4096, 4096)).mean()
+            of_critic.zero_grad(sets_to_none)
+            loss.backward()
+            of_critic.step()
+            critic.requires_grad_(not freezes)
+            loss = critic(generator(torch.rand(4096, 128))).mean()
+            of_generator.zero_grad(sets_to_none)
+            loss.backward()
+            of_generator.step()
+            critic.requires_grad_(True)
+    return meter.report(ops=range(start, len(meter.trace.ops)))
+
+
+def told_of_clearing(report):
+    return [each for each in report.advice if "cleared before anything reads them" in each.why]
+
+
+@pytest.mark.parametrize("sets_to_none", [True, False], ids=["freed", "zeros"])
+@pytest.mark.parametrize(("detaches", "freezes"), [(False, False), (True, False), (False, True)])
+def test_gradients_that_the_other_network_clears_are_priced_as_the_program_without_them(
+    detaches, freezes, sets_to_none
+):
+    plain, mended = adversarial(detaches, freezes, sets_to_none), adversarial(True, True, sets_to_none)
+    (advice,) = told_of_clearing(plain)
+    # An addition to zeros is still there where zeros are written first.
+    assert advice.run_seconds_then == pytest.approx(mended.seconds, rel=0.01 if sets_to_none else 0.05)
+    assert not told(plain)
+    assert not told_of_clearing(mended)
+
+
+def test_gradients_that_several_batches_add_up_are_read():
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)), torch.empty(4096, 2048)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    with FlopMeter(H100) as meter:
+        for _ in range(3):
+            start = len(meter.trace.ops)
+            for _ in range(2):
+                model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = meter.report(ops=range(start, len(meter.trace.ops)))
+    assert not told(report)
+    assert not told_of_clearing(report)
