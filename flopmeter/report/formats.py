@@ -12,6 +12,7 @@ from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, CompiledG
 from flopmeter.report.columns import IN_TEXT, RAW_NAMES, ReportColumn, raw, share_of
 from flopmeter.report.compilation import in_short
 from flopmeter.report.drawers import FORMATS, draws
+from flopmeter.report.fitting import ways_to_fit
 from flopmeter.report.page import page
 from flopmeter.report.quantities import HOW_ATTENTION_COUNTS, duration, figure, percent, percent_of, with_prefix
 from flopmeter.report.report import Report
@@ -95,6 +96,7 @@ def answer(report: Report) -> list[str]:
         f"{report.regime}-bound · of the wall-clock: {_shares(report)}",
         *cautions(report),
         _memory(report),
+        *filter(None, [ways_to_fit(report)]),
     ]
 
 
@@ -263,6 +265,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "uncounted": [raw(row) for row in report.uncounted],
         "assumptions": list(report.assumptions),
         "caution": report.caution,
+        "to_make_it_fit": ways_to_fit(report),
         "conventions": {"flops_per_multiply_add": 2, "causal": report.causal, **report.switches._asdict()},
         "notes": list(report.notes),
         "graphs": [_graph_as_dict(graph) for graph in report.graphs],

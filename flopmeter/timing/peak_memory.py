@@ -75,21 +75,21 @@ class Memory:
     def timeline(self) -> Mapping[Category, Sequence[int]]:
         """Bytes alive while op i ran, its outputs included; one more entry for the end of the trace."""
         return {
-            category: _compact(_alive((block for block in self.blocks if block.category == category), self.steps))
+            category: _compact(alive_bytes((block for block in self.blocks if block.category == category), self.steps))
             for category in CATEGORIES
         }
 
     @cached_property
     def steady_peak_bytes(self) -> int:
         """The peak if the program ran again, with the optimizer's state of this run in memory from the start."""
-        return max(_alive(self._steady_blocks, self.steps))
+        return max(alive_bytes(self.steady_blocks, self.steps))
 
     @cached_property
     def allocated_bytes(self) -> int:
         """The peak in blocks of the allocator, multiples of 512 B, with the scratch memory of ops:
         torch.cuda.max_memory_allocated()."""
         asked = ((each, round_up(each.nbytes, BLOCK_BYTES)) for each in self._asked_for(self.blocks))
-        return max(_alive(((nbytes, each.born, each.died) for each, nbytes in asked), self.steps))
+        return max(alive_bytes(((nbytes, each.born, each.died) for each, nbytes in asked), self.steps))
 
     @cached_property
     def reserved_bytes(self) -> int:
@@ -100,7 +100,7 @@ class Memory:
     @cached_property
     def steady_reserved_bytes(self) -> int:
         """The same if the program ran again, as `steady_peak_bytes`."""
-        return serve(self._asked_for(self._steady_blocks, repeats=True), self.steps)
+        return serve(self._asked_for(self.steady_blocks, repeats=True), self.steps)
 
     def fits(self, hardware: Hardware, *, allocator: bool = False) -> bool:
         """Whether the program, repeated, stays within `usable_bytes` of the device.
@@ -116,7 +116,7 @@ class Memory:
         if not allocator:
             return self.steady_peak_bytes <= usable_bytes
         try:
-            serve(self._asked_for(self._steady_blocks, repeats=True), self.steps, usable_bytes)
+            serve(self._asked_for(self.steady_blocks, repeats=True), self.steps, usable_bytes)
         except OutOfMemoryError:
             return False
         return True
@@ -130,7 +130,7 @@ class Memory:
         )
 
     @cached_property
-    def _steady_blocks(self) -> tuple[MemoryBlock, ...]:
+    def steady_blocks(self) -> tuple[MemoryBlock, ...]:
         """The blocks of a second run: the optimizer state that is alive at the end is there from the start."""
         return tuple(
             block._replace(born=BEFORE)
@@ -147,7 +147,7 @@ class Memory:
 
     @cached_property
     def _totals(self) -> list[int]:
-        return _alive((life for _, life in self._lives()), self.steps)
+        return alive_bytes((life for _, life in self._lives()), self.steps)
 
     @cached_property
     def _peak(self) -> int:
@@ -208,7 +208,7 @@ def memory_of(trace: Trace, device: Hardware | None = None, lives: Mapping[int, 
     return Memory(trace, len(trace.ops), device, lives)
 
 
-def _alive(blocks: Iterable[tuple[Any, ...]], steps: int) -> list[int]:
+def alive_bytes(blocks: Iterable[tuple[Any, ...]], steps: int) -> list[int]:
     """Bytes alive while each op ran, and at the end. The first three fields of a block are size, birth and death."""
     changes = [0] * (steps + 1)
     for nbytes, born, died, *_ in blocks:

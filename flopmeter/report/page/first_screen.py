@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 
 from flopmeter.report.drawers import VIEWS, draws
+from flopmeter.report.fitting import ways_to_fit
 from flopmeter.report.page.markup import Markup, join, tag
 from flopmeter.report.page.tables import rows_table
 from flopmeter.report.quantities import duration, figure, percent_of, with_prefix
@@ -57,7 +58,8 @@ def header(report: Report) -> Markup:
     )
     return tag(
         "header", tag("h1", what), tag("p", " · ".join(where)), tag("dl", *cards, class_="facts"),
-        *(tag("p", _sentence(line)) for line in cautions(report)), tag("p", report.ran.line),
+        *(tag("p", _sentence(line)) for line in (*cautions(report), ways_to_fit(report)) if line),
+        tag("p", report.ran.line),
     )  # fmt: skip
 
 
