@@ -291,8 +291,8 @@ NAMED_OTHERWISE = {
 
 BY_CLASS: dict[type[BaseException], str] = {
     torch.OutOfMemoryError: (
-        "by the model of the device's memory it does not fit; --oom=report goes on, and tells how much it needs and what "
-        "would make it fit"
+        "by the model of the device's memory it does not fit; --oom=report goes on, and tells how much it needs and "
+        "what would make it fit"
     ),
     DataDependentError: "state what share of such a mask holds (--mask-fraction 0.5), and give no --strict-values",
     MixedDevicesError: "as on a GPU, all of them have to be on one device; the one named cuda is called meta above",
