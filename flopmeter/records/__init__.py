@@ -33,6 +33,7 @@ from flopmeter.records.timings import UNKNOWN_POWER, Clocks, Regime, RunClock, T
 from flopmeter.records.traces import (
     BEFORE,
     DEFAULT_STREAM,
+    OF_WEIGHTS,
     Accumulation,
     BackwardPass,
     ForwardEnd,

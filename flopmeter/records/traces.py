@@ -11,6 +11,7 @@ from flopmeter.records.costs import Switches
 from flopmeter.records.ops import Op
 
 StorageRole = Literal["parameters", "gradients", "optimizer state", "copies of weights", "temporaries"]
+OF_WEIGHTS: tuple[StorageRole, ...] = ("parameters", "gradients", "optimizer state", "copies of weights")
 BEFORE = -1  # the birth of a storage that existed before the trace
 DEFAULT_STREAM = 0
 

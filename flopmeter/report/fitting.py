@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
-from flopmeter.records import Op
+from flopmeter.records import OF_WEIGHTS, Op
 from flopmeter.report.quantities import with_prefix
 from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import MemoryBlock, alive_bytes, usable_bytes_if_known
 
-OF_WEIGHTS = ("parameters", "gradients", "optimizer state", "copies of weights")  # categories
 LEAST_LAYERS = 4
 MOST_PARTS = 4096  # of a batch, and GPUs
 

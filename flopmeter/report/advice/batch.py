@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import torch
 
-from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.records import OF_WEIGHTS, Op, TensorSpec, Trace
 from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import OF_WEIGHTS, PRODUCTS, outermost, with_tensors
+from flopmeter.report.advice.rewrite import PRODUCTS, outermost, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 from flopmeter.torch_names.operators import aten

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch._ops import OpOverload
 
-from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.records import OF_WEIGHTS, Op, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.autocast import policy_of
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
@@ -20,7 +20,6 @@ from flopmeter.report.advice.math_attention import math_paths
 from flopmeter.report.advice.number_types import type_of_others
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of, with_other_ops
 from flopmeter.report.advice.rewrite import (
-    OF_WEIGHTS,
     are_in_torch,
     changed_call,
     in_place_of,

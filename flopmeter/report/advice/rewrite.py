@@ -16,7 +16,6 @@ from flopmeter.torch_names.operators import Absent, aten
 
 PRODUCTS = (aten.mm, aten.addmm)  # of linear layers, forward and backward
 CASTS = (aten._to_copy, aten.clone)
-OF_WEIGHTS = ("parameters", "gradients", "optimizer state", "copies of weights")  # roles of storages
 
 Mark = Hashable
 """What a change needs to know of a storage."""

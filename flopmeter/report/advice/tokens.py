@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.records import OF_WEIGHTS, Op, TensorSpec, Trace
 from flopmeter.report.advice.batch import priced_if_it_fits
 from flopmeter.report.advice.fused_attention import by_chosen_kernel
 from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, has_backward, remedy, trace_of
-from flopmeter.report.advice.rewrite import OF_WEIGHTS, PRODUCTS, with_ops, with_tensors
+from flopmeter.report.advice.rewrite import PRODUCTS, with_ops, with_tensors
 from flopmeter.report.quantities import percent
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
