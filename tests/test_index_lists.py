@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import CodeType, FunctionType
 
 import pytest
@@ -43,7 +42,6 @@ def test_a_list_of_more_than_numbers_is_left_to_torch():
             picked.tolist()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 says no columns at all")
 def test_without_columns_in_the_program_the_numbers_stay_unknown_and_it_runs_as_far_as_without_them():
     compiled = without_columns(fourth.__code__)
     line = fourth.__code__.co_firstlineno + 2

@@ -659,7 +659,6 @@ def test_an_option_that_does_not_exist_is_refused(options: dict[str, Any], messa
 
 
 def _here(offset: int = 0) -> str:
-    import sys
 
     return f"{__file__}:{sys._getframe(1).f_lineno + offset}"
 
@@ -1033,7 +1032,6 @@ def test_the_error_says_what_to_do_about_the_op_that_asked(ask, way_out):
     assert way_out in str(raised.value)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not say where in a line a program is")
 def test_a_list_of_indices_may_stand_on_lines_of_its_own():
     with FlopMeter():
         ids = on_meta(torch.tensor([5, 6, 7]))

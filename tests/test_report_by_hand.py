@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
@@ -232,8 +232,8 @@ def test_modules_are_listed_below_their_parents_also_where_a_later_one_runs_in_b
 
 
 def test_a_report_says_when_it_was_made(report: Report) -> None:
-    made = datetime.strptime(report.ran.date, "%Y-%m-%d %H:%M UTC").replace(tzinfo=timezone.utc)
-    assert timedelta(0) <= datetime.now(timezone.utc) - made < timedelta(hours=1)
+    made = datetime.strptime(report.ran.date, "%Y-%m-%d %H:%M UTC").replace(tzinfo=UTC)
+    assert timedelta(0) <= datetime.now(UTC) - made < timedelta(hours=1)
     assert report.ran.line.endswith(report.ran.date)
 
 

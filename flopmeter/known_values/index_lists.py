@@ -4,8 +4,7 @@ Works around: torch turns the list into a meta tensor in C++, where nothing can 
 intercept subscripting is harmless (entry_points.py).
 Until: torch makes the index tensor with an op that a dispatch mode sees.
 
-But the program is at that subscript when the op arrives, so the numbers are read off its source. Python 3.10 does not
-say where in the line it is: there they stay unknown.
+But the program is at that subscript when the op arrives, so the numbers are read off its source.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from flopmeter.known_values.assumptions import program_frame
 def index_lists() -> list[list[int]]:
     """The lists of numbers in the subscript that the program evaluates now, literal or in a variable."""
     frame = program_frame()
-    if frame is None or not hasattr(frame.f_code, "co_positions"):
+    if frame is None:
         return []
     node = _expression(frame.f_code, frame.f_lasti)
     if not isinstance(node, ast.Subscript):

@@ -359,7 +359,7 @@ class Steps:
         """A compiled function that is no module's has run. Where modules ran in it one by one, their calls count."""
         ops = range(start, self._run.now())
         if self._is_outermost() and self._run.is_on_device(ops) and len(self._calls) == calls:
-            name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has none
+            name = code.co_qualname
             self._function_calls.append(OutermostCall(weakref.ref(code), name, ops, False, False, False))
             self._stop_inference()
 
