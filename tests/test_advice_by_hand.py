@@ -12,6 +12,7 @@ from torch import nn
 
 import flopmeter
 from flopmeter import FlopMeter, load_hardware
+from flopmeter.distributed import world
 from flopmeter.report.advice.batch import depends_on_inputs
 from flopmeter.report.advice.number_types import narrow_type, type_of_others
 
@@ -391,6 +392,49 @@ def test_what_grows_with_the_batch_is_what_is_larger_where_the_batch_is(program)
     sizes = [[storage.nbytes for storage in trace.storages] for trace in traces]
     larger = {number for number, (one, two) in enumerate(zip(*sizes, strict=True)) if two > one}
     assert depends_on_inputs(traces[0]) == larger
+
+
+# --- several losses --------------------------------------------------------------------------------------------------
+
+
+class SummedOverRanks(torch.autograd.Function):
+    """What enters a layer of which each rank has a part (Megatron-LM's f)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        summed = gradient.contiguous()
+        torch.distributed.all_reduce(summed)
+        return summed
+
+
+class Part(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(SummedOverRanks.apply(x))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Part], ids=["data parallel", "tensor parallel"])
+def test_one_pass_for_two_losses_is_priced_as_the_program_that_has_one_where_ranks_add_up_gradients(layer):
+    reports = []
+    for is_mended in (False, True):
+        with world(8), torch.device("meta"), FlopMeter(H100) as meter:
+            body = nn.Sequential(*(nn.Sequential(layer(2048, 2048), nn.GELU()) for _ in range(6))).to(BF16)
+            heads = nn.ModuleList(nn.Linear(2048, 512, dtype=BF16) for _ in range(2))
+            features = body(torch.empty(8192, 2048, dtype=BF16))
+            first, second = (head(features).square().mean() for head in heads)
+            if not is_mended:
+                first.backward(retain_graph=True)
+            (first + second if is_mended else second).backward()
+            for weight in (*body.parameters(), *heads.parameters()):
+                torch.distributed.all_reduce(weight.grad)
+        reports.append(meter.report())
+    plain, mended = reports
+    (told,) = (each for each in plain.advice if each.remedy.startswith("one backward() of the sum"))
+    assert told.gain_seconds == pytest.approx(plain.seconds - mended.seconds, rel=0.05)
+    assert not any("retain_graph" in each.remedy for each in mended.advice)
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from torch import nn
 from flopmeter import FlopMeter
 
 H100 = "h100-sxm5-80gb"
+# fp32: 1,000 words, and twice a norm, 512 x 1,536 + 1,536 and 512 x 512 + 512.
+BACKBONE_BYTES = 4 * (1000 * 512 + 2 * (2 * 512 + 513 * 1536 + 513 * 512))
 
 
 class Layer(nn.Module):
@@ -79,6 +81,7 @@ def test_freezing_what_nothing_updates_is_priced_as_the_program_that_does(update
         (advice,) = told(plain)
         assert advice.gain_seconds == pytest.approx(gain, rel=0.05, abs=0.005 * plain.seconds)
         assert updated != "head" or advice == plain.advice[0]
+        assert updated != "head" or f"computed of {BACKBONE_BYTES / 1e6:.1f} MB of weights" in advice.why
     assert not told(mended)
 
 

@@ -60,6 +60,23 @@ def test_a_larger_batch_is_told_as_far_as_it_fits(fitting):
     assert told.remedy.startswith(f"{fitting} times the batch")
 
 
+def test_weights_that_are_kept_for_later_take_their_room_once_however_large_the_batch():
+    """Of 84 GB the weights of 300 steps take 40: with a batch they would leave room for two."""
+    model = layers(2048, 16)
+    with FlopMeter(H100) as meter:
+        kept = [weight.detach().clone() for _ in range(300) for weight in model.parameters()]
+        start = len(meter.trace.ops)
+        model(meta(16, 2048)).sum().backward()
+        model.zero_grad()
+        report = meter.report(ops=range(start, len(meter.trace.ops)))
+    assert report.memory.at_peak["copies of weights"] == sum(weight.nbytes for weight in kept) > 40e9
+    told, alone = (
+        [each.remedy for each in one.advice if "times the batch" in each.remedy]
+        for one in (report, trained(model, 16, 2048))
+    )
+    assert told == alone != []
+
+
 def padded(x: Tensor, lengths: Tensor) -> Tensor:
     """Attention whose mask is made of the lengths of the sequences."""
     batch, _, tokens, _ = x.shape

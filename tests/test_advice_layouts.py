@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flopmeter import FlopMeter
 from flopmeter.records import TensorSpec
 from flopmeter.report.advice.copies import Whereabouts, _lies_alike
-from flopmeter.report.advice.rewrite import outermost
+from flopmeter.report.advice.rewrite import outermost, with_tensors
 from flopmeter.report.advice.widths import _resized
 
 
@@ -132,3 +133,13 @@ def test_the_batch_is_the_dimension_that_lies_outermost_in_memory_or_the_first_o
     nobody = torch.empty(1).expand(7)
     tensors = (batch_first, batch_second, repeated, few, nobody, torch.empty(()))
     assert [outermost(spec_of(tensor)) for tensor in tensors] == [0, 1, 1, 0, None, None]
+
+
+def test_a_change_of_types_leaves_the_arguments_that_name_others():
+    """What a program asks for in fp32 is asked for in bf16 then, and of fp64 nothing is changed."""
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        x = torch.empty(8, 8, device="meta")
+        x.double(), x.half().float()
+    changed = with_tensors(meter.trace, lambda spec, _: spec, dtypes={torch.float32: torch.bfloat16})
+    casts = [op.call.argument("dtype") for op in changed.ops if op.call.name == "_to_copy"]
+    assert casts == [torch.float64, torch.float16, torch.bfloat16]

@@ -85,6 +85,8 @@ def test_groups_inside_of_a_graph_are_those_of_the_eager_run(routing):
             function(x, gate, up).square().sum().backward()
         report = meter.report()
         assert ("groups of equal length" in str(report)) is (routing is None)
+        forward = (kernel for graph in report.graphs if graph.part == "forward" for kernel in graph.kernels)
+        assert not any(origin.is_recomputed for kernel in forward for origin in kernel.origins)
         costs = [kernel.cost for kernel in report.kernels]
         return sorted((cost.flops, cost.work.matmuls) for cost in costs if isinstance(cost.work, GroupedMatmulWork))
 

@@ -30,6 +30,24 @@ def the_kernel(function: Callable[..., Any], *arguments: Tensor, **options: Any)
     return kernel
 
 
+def test_what_a_graph_computes_from_nothing_it_is_given_has_its_flops():
+    """As tables of positions: of 1,000 places a product, a sine and its exponential. Places and constants are none."""
+    table = the_kernel(lambda: (torch.arange(1000, device="meta") * 0.5).sin().exp())
+    assert (table.cost.flops, table.cost.transcendentals, table.cost.bytes_read) == (3 * 1000, 2 * 1000, 0)
+    assert (table.cost.name, table.cost.op_class) == ("fused(arange, mul, sin, exp)", "element-wise")
+    places = the_kernel(lambda: torch.arange(1000, device="meta"))
+    (origin,) = places.op.call.kwargs["kernel"].origins
+    assert (origin.op, places.cost.op_class, places.cost.flops) == ("arange", "data movement", 0)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_floats_between_integers_are_computed_in_fp32(reads):
+    """As the buckets of T5's relative positions: the kernel reads and writes integers, of which no GPU has a rate."""
+    given = [on_meta(1000, dtype=torch.int64)] if reads else []
+    kernel = the_kernel(lambda *given: ((given or [torch.arange(1000, device="meta")])[0] * 0.5).sin().long(), *given)
+    assert (kernel.cost.dtype, kernel.cost.flops) == ("fp32", 2 * 1000)
+
+
 def test_a_softmax_that_finds_maximum_and_sum_at_once_subtracts_and_exponentiates_twice():
     """For each element: a difference, an exponential and an addition, then a difference, an exponential and a
     quotient."""

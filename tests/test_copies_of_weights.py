@@ -128,6 +128,16 @@ def test_momentum_of_a_handwritten_optimizer_is_optimizer_state():
     assert (at_peak["optimizer state"], at_peak["copies of weights"]) == (WEIGHTS_BYTES, 0)
 
 
+def test_an_average_that_is_updated_apart_from_the_step_is_a_copy_of_weights():
+    """What no other op reads is known by the weights alone, each of another shape."""
+    model, _ = model_and_data()
+    average = [torch.empty_like(weight, requires_grad=False) for weight in model.parameters()]
+    with FlopMeter(H100) as meter, torch.no_grad():
+        one_by_one(lerp)(average, list(model.parameters()))
+    at_peak = meter.report().memory.at_peak
+    assert (at_peak["copies of weights"], at_peak["parameters"]) == (WEIGHTS_BYTES, WEIGHTS_BYTES)
+
+
 @pytest.mark.parametrize("source", ["the host", "another buffer", "what a layer computed"])
 def test_a_buffer_of_data_that_has_the_shape_of_a_weight_stays_an_input(source):
     """As that of a program which captured a CUDA graph, and copies each batch into it."""

@@ -273,6 +273,16 @@ def test_random_numbers_and_reductions_are_kept_and_what_follows_from_them_is_no
     )  # logits twice, their gradient once
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_for_the_gradient_of_a_table_and_its_cast_are_no_flops(dtype):
+    """Fewer ids than words: each of their gradients is added once."""
+    table, ids = meta(5000, WIDTH, grad=True, dtype=dtype), torch.empty(64, dtype=torch.int64, device="meta")
+    eager, fused, _ = compiled(lambda: F.embedding(ids, table).backward(meta(64, WIDTH, dtype=dtype)))
+    names = [kernel.cost.name for kernel in fused if kernel.op.phase == "backward"]
+    assert len(names) == (2 if dtype is torch.float32 else 3)  # zeros, the additions, and a cast of 16 bits
+    assert sum(kernel.cost.flops for kernel in fused) == sum(kernel.cost.flops for kernel in eager) == 64 * WIDTH
+
+
 def test_a_sum_of_two_reads_is_computed_again_and_one_of_five_is_read_back():
     weight, xs = meta(WIDTH, WIDTH), [meta(ROWS, WIDTH) for _ in range(6)]
 
@@ -283,6 +293,22 @@ def test_a_sum_of_two_reads_is_computed_again_and_one_of_five_is_read_back():
     for terms, in_all in ((2, 2 + 1 + 1 + 2 + 1), (5, 5 + 1 + 1 + 1 + 1 + 1)):
         kernels = [kernel for kernel in compiled(lambda terms=terms: program(terms)).fused if not kernel.cost.macs]
         assert moved(kernels) == in_all * NBYTES
+
+
+def test_a_sum_over_its_second_operand_is_another_value_in_the_graph_as_one_over_the_first():
+    """By functionalization, so that the loop before a library's kernel and the one behind it compute it of its two
+    reads each."""
+    weight, (x, y) = meta(WIDTH, WIDTH), (meta(ROWS, WIDTH) for _ in range(2))
+
+    def program(is_second: bool) -> Tensor:
+        total = x.sin()
+        torch.add(*((y, total) if is_second else (total, y)), out=total)
+        return (total.cos() @ weight) + total.sin()
+
+    for is_second in (False, True):
+        fused = compiled(lambda is_second=is_second: program(is_second)).fused
+        loops = [kernel.cost.bytes for kernel in fused if not kernel.cost.macs]
+        assert loops == [(2 + 1) * NBYTES, (2 + 1 + 1) * NBYTES]  # the second one reads the product, too
 
 
 def test_without_gradients_the_same_chain_writes_nothing_on_the_way():

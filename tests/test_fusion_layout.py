@@ -127,10 +127,11 @@ def test_grouped_convolutions_stay_as_they_are_since_inductor_found_them_slower(
     assert compiled(model, 8, 128, 20, 20)[0] == [False]
 
 
-def followed_by(count, make):
-    """A convolution of 128 channels, and so many ops after it: inductor converts it by itself."""
+def followed_by(count, make, convolutions=1):
+    """Convolutions of 128 channels, and so many ops after them: inductor converts them by themselves."""
     with torch.device("meta"):
-        model = nn.Sequential(nn.Conv2d(128, 128, 3, bias=False), *(make() for _ in range(count))).eval()
+        first = (nn.Conv2d(128, 128, 3, bias=False) for _ in range(convolutions))
+        model = nn.Sequential(*first, *(make() for _ in range(count))).eval()
     return compiled(model, 8, 128, 20, 20)[0]
 
 
@@ -140,6 +141,8 @@ def test_a_graph_of_many_nodes_for_each_convolution_is_not_worth_a_conversion():
     assert followed_by(298, nn.Tanh) == [False]
     assert followed_by(33, lambda: nn.BatchNorm2d(128)) == [True]  # 2 + 33·9 = 299
     assert followed_by(34, lambda: nn.BatchNorm2d(128)) == [False]
+    assert followed_by(596, nn.Tanh, convolutions=2) == [True] * 2
+    assert followed_by(597, nn.Tanh, convolutions=2) == [False] * 2
 
 
 @pytest.mark.parametrize(("pixels", "kernels"), [(20, ["mean", "fused(mean, silu)"]), (10, ["fused(mean, silu)"])])

@@ -434,15 +434,25 @@ def test_each_layer_of_experts_scores_them(name):
     assert len(scores) == SMALL["num_hidden_layers"]
 
 
+def routed_in_groups():
+    """The kernels of a step of 8 tokens, of which each picks 4 of 64 experts in 4 of 8 groups."""
+    config = transformers.DeepseekV3Config(
+        **SMALL | {"num_key_value_heads": 8}, first_k_dense_replace=0, n_routed_experts=64, moe_intermediate_size=64,
+        num_experts_per_tok=4,
+    )  # fmt: skip
+    return StepModel(decoder(config), "eager", "bf16", "bf16", {}).report(load_hardware(H100), 8, 1, 64).kernels
+
+
+def test_experts_that_are_picked_in_groups_are_picked_by_one_kernel_that_reads_all_scores_once():
+    """vLLM's `grouped_topk` writes a weight in fp32 and a number of 64 bits for each pick, and none of the groups."""
+    choices = [each.cost for each in routed_in_groups() if each.cost.name == "topk"]
+    assert len(choices) == 6
+    assert {(cost.bytes_read, cost.bytes_written) for cost in choices} == {(8 * 64 * 4, 8 * 4 * (4 + 8))}
+
+
 def test_a_router_multiplies_by_its_weights_in_their_own_type():
     """transformers casts them to fp32 in each step; 64 x 256 weights and 8 tokens of 256 are read in bf16."""
-    config = transformers.DeepseekV3Config(
-        **SMALL | {"num_key_value_heads": 8}, first_k_dense_replace=0, n_routed_experts=64, moe_intermediate_size=64
-    )
-    own = StepModel(decoder(config), "eager", "bf16", "bf16", {})
-    kernels = [
-        each for each in own.report(load_hardware(H100), 8, 1, 64).kernels if each.op.module.endswith("mlp.gate")
-    ]
+    kernels = [each for each in routed_in_groups() if each.op.module.endswith("mlp.gate")]
     assert not [each.cost.name for each in kernels if each.cost.name == "_to_copy"]
     products = [each.cost for each in kernels if each.cost.macs]
     assert {(cost.dtype, cost.bytes_read) for cost in products} == {("bf16", 2 * (64 * 256 + 8 * 256))}

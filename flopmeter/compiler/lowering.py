@@ -82,7 +82,6 @@ def lower(module: Any, given: Sequence[Any], options: dict[str, Any]) -> Lowered
                 module,
                 example_inputs=inputs,
                 shape_env=shapes,
-                graph_id=options.get("graph_id"),
                 is_inference=is_inference,
                 is_backward=is_backward,
                 **{name: options[name] for name in _OPTIONS_OF_NEWER_TORCH if name in options},

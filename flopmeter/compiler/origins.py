@@ -369,7 +369,12 @@ def _works_on(fx: Any, part: Any, steps: int, least: int) -> bool:
     if getattr(fx.target, "overloadpacket", None) in _SCATTERS:
         places = [dep for dep in part.read_writes.writes if isinstance(dep, MEMORY_DEP.value)]
         return not places or any(map(looks_up, places))  # a library's kernel tells none
-    return bool(part.read_writes.reads) and steps >= least
+    return (bool(part.read_writes.reads) or _follows_from_nothing(fx)) and steps >= least
+
+
+def _follows_from_nothing(fx: Any) -> bool:
+    """Whether none of what it is computed from comes from outside of the graph, as an angle's sine by a place."""
+    return all(each.op == "call_function" for each in before([fx]))
 
 
 def _row_sums(fx: Any, steps: int, is_backward: bool) -> Origin:

@@ -13,6 +13,10 @@ from flopmeter.costs.fused import flops_of, grid_of, slowest_class, vector_work,
 from flopmeter.costs.rules import rule
 from flopmeter.records import CONTRACTION, MOVEMENT, UNCOUNTED, Call, CompiledKernel, Cost, Reread
 
+BETWEEN_INTEGERS = (
+    "fp32"  # in which inductor computes, as torch does by default, where no tensor of a kernel has floats
+)
+
 
 @rule(compiled_kernel)
 def fused(call: Call) -> Cost:
@@ -24,13 +28,16 @@ def fused(call: Call) -> Cost:
     counted = [[item for item in origin.flops_by_class if item[0] != UNCOUNTED] for origin in kernel.origins]
     flops = flops_of(op_class, counted)
     cost = make_cost(call, op_class, 0, read=kernel.reads, written=kernel.writes, access="fused")
+    is_of_floats = any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in (*call.inputs, *call.outputs))
+    computes = any(count for _, count in flops)
     return replace(
         cost,
         name=kernel.name,
+        dtype=BETWEEN_INTEGERS if computes and not is_of_floats else cost.dtype,
         flops_by_class=flops,
         transcendentals=sum(origin.transcendentals for origin in kernel.origins),
         loop_macs=sum(count for name, count in flops if name == CONTRACTION) // 2,
-        conversions=_conversions(kernel) if any(count for _, count in flops) else 0,
+        conversions=_conversions(kernel) if computes else 0,
         work=vector_work(
             _walk_of(kernel),
             grid_of(kernel.rows, kernel.reduced, is_inner=kernel.is_inner, loads=len(kernel.reads)),

@@ -24,7 +24,7 @@ def note_copies_of_weights(part: Trace, whole: Trace) -> None:
     kept = {
         number
         for number, storage in enumerate(part.storages)
-        if storage.role is None and storage.born == BEFORE != storage.died and storage.device == part.device
+        if storage.role is None and storage.born == BEFORE and storage.device == part.device
     }
     touching = (op for op in whole.ops if not kept.isdisjoint(op.storages))
     if all(kept.isdisjoint((op.makes - op.reads).union(spec.storage for spec in op.written)) for op in touching):

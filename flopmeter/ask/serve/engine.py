@@ -122,14 +122,15 @@ def _is_of_data(kernel: Kernel) -> bool:
 
 
 def _with_one_choice(kernels: list[Kernel], layer: str) -> list[Kernel]:
-    """Of the small kernels after the product that gives the scores, keeps only the `topk` that reads them."""
+    """Of the small kernels after the product that gives the scores, keeps only the `topk` that picks the experts: the
+    last one, where others have picked groups of experts before."""
     start = len(kernels)
     while start and not kernels[start - 1].cost.macs and kernels[start - 1].op.module.startswith(layer):
         start -= 1
     if not start:
         return kernels
     scores = kernels[start - 1].op.call.outputs[0].numel
-    chosen = next((kernel for kernel in kernels[start:] if kernel.op.packet is aten.topk), None)
+    chosen = next((kernel for kernel in reversed(kernels[start:]) if kernel.op.packet is aten.topk), None)
     return [
         *_with_scores_uncast(kernels[:start]),
         *(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flopmeter.launch.fusion.parts import Part, fresh_storage
 from flopmeter.launch.fusion.roles import Role, is_pointwise
 from flopmeter.launch.fusion.traffic import Lifetimes
-from flopmeter.records import ELEMENTWISE, Op, Region, TensorSpec, Trace, VectorWork
+from flopmeter.records import ELEMENTWISE, Op, Region, TensorSpec, Trace
 
 
 class _Result(NamedTuple):
@@ -83,7 +83,7 @@ def _with_zeros(reader: Part, spec: TensorSpec, place: int) -> tuple[Part, Part]
     zeros = Region(spec._replace(storage=len(reader.op.storages), offset=0), spec.nbytes)
     cost = replace(
         reader.cost, op_class=ELEMENTWISE, flops_by_class=((ELEMENTWISE, 0),), transcendentals=0, reads=(),
-        writes=(zeros,), work=VectorWork(()),
+        writes=(zeros,),
     )  # fmt: skip
     made = reader._replace(op=op, cost=cost, role=Role(False, False, elements=spec.numel), place=place)
     return made, reader._replace(op=op, cost=replace(reader.cost, reads=(*reader.cost.reads, zeros)))

@@ -97,15 +97,14 @@ def graphs_walked_twice(report: Report) -> Iterator[Proposal]:
             continue
         dropped |= shared
         put_in[first] = _sum_of_two(trace, early, first)
-    if not put_in or report.cluster is not None:
-        return
     gradients = {out.storage for index in dropped for out in trace.ops[index].outputs}
     put_in |= _taken(trace, gradients, dropped)
-    yield with_other_ops(
-        report, "backward() of several losses walks through what they share again and again",
-        "one backward() of the sum of the losses, without retain_graph=True",
-        dropped, put_in, about=dropped,
-    )  # fmt: skip
+    if put_in:
+        yield with_other_ops(
+            report, "backward() of several losses walks through what they share again and again",
+            "one backward() of the sum of the losses, without retain_graph=True",
+            dropped, put_in, about=dropped,
+        )  # fmt: skip
 
 
 def _walks_same(trace: Trace, early: range, late: range, kept: set[int]) -> bool:

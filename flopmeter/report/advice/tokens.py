@@ -122,8 +122,5 @@ def _of_last_query(op: Op, change: Callable[[TensorSpec], TensorSpec], report: R
     call = op.call
     q = call.inputs[0]
     inputs = tuple(change(spec) if spec is q else spec for spec in call.inputs)
-    args = tuple(inputs[0] if value is q else value for value in call.args)
-    now = op._replace(
-        call=dataclasses.replace(call, args=args, inputs=inputs, outputs=tuple(map(change, call.outputs)))
-    )
+    now = op._replace(call=dataclasses.replace(call, inputs=inputs, outputs=tuple(map(change, call.outputs))))
     return by_chosen_kernel(now, report.hardware, is_causal=False)
