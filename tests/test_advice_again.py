@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import flopmeter
 from flopmeter import FlopMeter
 
 H100 = "h100-sxm5-80gb"
@@ -236,3 +237,26 @@ def test_an_input_that_autocast_casts_for_each_layer_is_priced_as_one_that_is_ca
 
 def test_nothing_is_told_of_what_has_a_backward_pass_for_each_time_that_it_is_computed():
     assert not told(last_of(attends(False, trains=True)))
+
+
+class Timed(nn.Module):
+    """A step of diffusion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_time, self.out = (nn.Linear(1024, 1024) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return self.out(x + self.of_time(time.to("cuda").float().expand(64, 1024)))
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@torch.no_grad()
+def test_what_follows_from_another_element_of_a_table_in_each_step_is_not_computed_again(where):
+    with flopmeter.cuda(H100) as device:
+        net, x = Timed().cuda(), torch.zeros(64, 1024, device="cuda")
+        for time in torch.arange(6, device=where):
+            x = net(x, time)
+        report = device.report()
+    assert report.parts.steady is not None
+    assert not told(report.step)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from flopmeter.records import BEFORE, Call, Op, Trace
+from flopmeter.records import BEFORE, Call, Op, Storage, Trace
 from flopmeter.report.advice.remedies import Proposal, has_backward, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import PRODUCTS, is_view, with_ops
 from flopmeter.report.report import Report
@@ -76,7 +76,7 @@ def _goes_on(trace: Trace) -> bool:
 def _again(trace: Trace, earlier: Sequence[Op]) -> tuple[set[int], set[int]]:
     """The ops of forward passes that compute what is there already, and stays, for others that do not; and those whose
     result was there before the step."""
-    contents = _Contents({spec.storage for op in (*earlier, *trace.ops) for spec in op.written})
+    contents = _Contents(trace.storages, {spec.storage for op in (*earlier, *trace.ops) for spec in op.written})
     for op in earlier:
         contents.meet(op)
     contents.begin_step()
@@ -122,8 +122,8 @@ def _goes_too(trace: Trace, view: int, again: set[int], made: set[int]) -> bool:
 class _Contents:
     """What storages hold. `overwritten`: those that are written to after they were made, and do not stay."""
 
-    def __init__(self, overwritten: set[int]) -> None:
-        self._overwritten = overwritten
+    def __init__(self, storages: Sequence[Storage], overwritten: set[int]) -> None:
+        self._storages, self._overwritten = storages, overwritten
         self._numbers = count()
         self._held: dict[int, object] = {}  # by storage
         self._made: dict[tuple[Call, tuple[object, ...]], int] = {}
@@ -142,7 +142,7 @@ class _Contents:
         reads = op.reads
         made = op.makes - reads
         changed = made.union(spec.storage for spec in op.written)
-        if not _is_fixed(op):
+        if not _is_fixed(op, self._storages):
             self._held.update((number, next(self._numbers)) for number in changed)
             return "new"
         key = op.call, tuple(self._value(number) for number in op.storages if number in reads)
@@ -158,9 +158,14 @@ class _Contents:
         return self._held.setdefault(storage, next(self._numbers))
 
 
-def _is_fixed(op: Op) -> bool:
-    """Whether its operands decide its result. What lies on the host may be changed by others than torch."""
+def _is_fixed(op: Op, storages: Sequence[Storage]) -> bool:
+    """Whether its operands decide its result. What lies on the host may be changed by others than torch, and no call
+    says which element of a tensor there it takes: a number alone is one."""
     func = op.call.func
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     is_torch = func.namespace == "aten" and op.graph is None and op.call.body is None
-    return is_torch and not is_random and all(spec.device != "cpu" or spec.numel == 1 for spec in op.call.inputs)
+    return (
+        is_torch
+        and not is_random
+        and not any(spec.device == "cpu" and storages[spec.storage].nbytes > spec.dtype.itemsize for spec in op.inputs)
+    )
