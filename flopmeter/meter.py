@@ -11,6 +11,8 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal, get_args
 
+from torch.optim import Optimizer
+
 from flopmeter.as_cuda import CudaTarget, Emulation, dynamo, emulate_cuda
 from flopmeter.compiler import AroundTracing, Exports, OnCompiledCall, PosedDevice, Session, nothing_around
 from flopmeter.costs import CallCosts, costs_of, kernels_of
@@ -244,6 +246,11 @@ class FlopMeter:
         depends on, are left out: they follow from all that ran before."""
         run = self._run(ops, self.hardware, self._cluster, has_roles=False)
         return run.in_mode(mode_of(run.trace))
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """The program has this optimizer, which may step later. (Of those that step, torch's hook tells.)"""
+        if self._recorder is not None:
+            self._recorder.roles.note_optimizer(optimizer)
 
     def check_ran(self) -> None:
         """Raises EmptyProgramError where the meter was left and nothing ran in it."""

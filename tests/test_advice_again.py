@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import flopmeter
 from flopmeter import FlopMeter
 
 H100 = "h100-sxm5-80gb"
@@ -190,3 +191,72 @@ def test_casts_of_a_frozen_layer_under_autocast_are_priced_as_the_layer_in_half_
     assert advice.gain_seconds == pytest.approx(reports[0].seconds - reports[1].seconds, rel=0.05)
     assert not told(reports[0])
     assert not any("not trained" in each.remedy for each in reports[1].advice)
+
+
+class Attends(nn.Module):
+    """Under autocast each of three layers casts the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(1024), nn.Linear(1024, 1024)
+        self.q, self.k, self.v = (nn.Linear(1024, 1024) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, casts_once: bool) -> torch.Tensor:
+        given = self.norm(x).to(HALF if casts_once else x.dtype)
+        mixed = F.scaled_dot_product_attention(*(heads(layer(given)) for layer in (self.q, self.k, self.v)))
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def attends(casts_once: bool, trains: bool) -> Callable[[], object]:
+    layers = nn.ModuleList([Attends() for _ in range(4)]).to("meta")
+    optimizer = torch.optim.SGD(layers.parameters(), 0.1, fused=True)
+    x = [torch.empty(32, 512, 1024, device="meta")]
+
+    def step() -> None:
+        with torch.set_grad_enabled(trains), torch.autocast("cuda", HALF):
+            y = x[0]
+            for layer in layers:
+                y = layer(y, casts_once)
+        if trains:
+            y.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            x[0] = y
+
+    return step
+
+
+def test_an_input_that_autocast_casts_for_each_layer_is_priced_as_one_that_is_cast_before():
+    plain, mended = (last_of(attends(casts_once, trains=False)) for casts_once in (False, True))
+    (advice,) = told(plain)
+    assert advice.remedy == "compute it once and hand it on"  # the next step has another input
+    assert advice.gain_seconds == pytest.approx(plain.seconds - mended.seconds, rel=0.05)
+    assert not told(mended)
+
+
+def test_nothing_is_told_of_what_has_a_backward_pass_for_each_time_that_it_is_computed():
+    assert not told(last_of(attends(False, trains=True)))
+
+
+class Timed(nn.Module):
+    """A step of diffusion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_time, self.out = (nn.Linear(1024, 1024) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return self.out(x + self.of_time(time.to("cuda").float().expand(64, 1024)))
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@torch.no_grad()
+def test_what_follows_from_another_element_of_a_table_in_each_step_is_not_computed_again(where):
+    with flopmeter.cuda(H100) as device:
+        net, x = Timed().cuda(), torch.zeros(64, 1024, device="cuda")
+        for time in torch.arange(6, device=where):
+            x = net(x, time)
+        report = device.report()
+    assert report.parts.steady is not None
+    assert not told(report.step)

@@ -1,12 +1,15 @@
-"""Advice to freeze weights that nothing updates, against the program that does."""
+"""Advice to freeze weights whose gradients nothing reads, against the program that does."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import flopmeter
 from flopmeter import FlopMeter
 
 H100 = "h100-sxm5-80gb"
@@ -180,3 +183,105 @@ def test_gradients_that_several_batches_add_up_are_read():
     report = meter.report(ops=range(start, len(meter.trace.ops)))
     assert not told(report)
     assert not told_of_clearing(report)
+
+
+def images() -> nn.Module:
+    """Layers whose backward pass makes the gradients of input and weights in one call."""
+    layers = [nn.Conv2d(3, 128, 3, 1, 1), nn.GroupNorm(8, 128), nn.ReLU(), nn.Conv2d(128, 128, 3, 1, 1)]
+    return nn.Sequential(*layers, nn.BatchNorm2d(128), nn.LayerNorm(64), nn.Linear(64, 64)).to("meta")
+
+
+def last_of(step, times=3):
+    with FlopMeter(H100) as meter:
+        for _ in range(times):
+            start = len(meter.trace.ops)
+            step()
+    return meter.report(ops=range(start, len(meter.trace.ops)))
+
+
+def behind_a_trained_layer(is_frozen, clears):
+    first, fixed = nn.Conv2d(3, 3, 3, 1, 1, device="meta"), images().requires_grad_(not is_frozen)
+    optimizer = torch.optim.SGD(first.parameters(), 0.1, fused=True)
+
+    def step():
+        fixed(first(torch.empty(64, 3, 64, 64, device="meta"))).sum().backward()
+        optimizer.step()
+        first.zero_grad()
+        if clears:
+            fixed.zero_grad()
+
+    return step
+
+
+def beside_its_average(is_frozen, clears):
+    """A teacher, which follows the weights that are trained."""
+    net = images()
+    teacher = copy.deepcopy(net).requires_grad_(not is_frozen)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, fused=True)
+
+    def step():
+        x = torch.empty(64, 3, 64, 64, device="meta")
+        F.mse_loss(net(x), teacher(x)).backward()
+        optimizer.step()
+        net.zero_grad()
+        if clears:
+            teacher.zero_grad()
+        with torch.no_grad():
+            for mean, weight in zip(teacher.parameters(), net.parameters(), strict=True):
+                mean.lerp_(weight, 0.01)
+
+    return step
+
+
+@pytest.mark.parametrize("clears", [True, False], ids=["cleared", "never cleared"])
+@pytest.mark.parametrize("program", [behind_a_trained_layer, beside_its_average])
+def test_a_fixed_network_is_priced_as_one_that_asks_for_no_gradients(program, clears):
+    plain, mended = (last_of(program(is_frozen, clears)) for is_frozen in (False, True))
+    (advice,) = told(plain)
+    assert advice.run_seconds_then == pytest.approx(mended.seconds, rel=0.02)
+    assert not told(mended)
+
+
+def attacked(asks_for_input, fills=False):
+    """An image is changed along the gradient of the loss before the network trains on it."""
+    net = images()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, fused=True)
+
+    def step():
+        x = torch.empty(64, 3, 64, 64, device="meta")
+        change = torch.zeros_like(x, requires_grad=True)
+        loss = net(x + change).sum()
+        if asks_for_input:
+            change.grad = torch.autograd.grad(loss, change)[0]
+        else:
+            loss.backward()
+        change.data.add_(change.grad.sign(), alpha=0.01)
+        optimizer.zero_grad(set_to_none=not fills)
+        net(x + change.detach()).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("fills", [True, False], ids=["filled with zeros", "dropped"])
+def test_gradients_of_an_attack_that_are_cleared_unread_are_priced_as_the_pass_for_the_input_alone(fills):
+    plain, mended = (last_of(attacked(asks_for_input, fills)) for asks_for_input in (False, True))
+    (advice,) = told_of_clearing(plain)
+    assert advice.run_seconds_then == pytest.approx(mended.seconds, rel=0.02)
+    assert not told(plain)
+    assert not told_of_clearing(mended)
+
+
+def test_weights_that_an_optimizer_has_are_not_told_to_be_frozen_though_it_steps_later():
+    with flopmeter.cuda(H100) as device:
+        body, head = nn.Linear(2048, 2048, device="cuda"), nn.Linear(2048, 2048, device="cuda")
+        often, seldom = torch.optim.SGD(head.parameters(), 0.1), torch.optim.SGD(body.parameters(), 0.1)
+        for step in range(1, 4):
+            head(body(torch.zeros(4096, 2048, device="cuda"))).sum().backward()
+            often.step()
+            often.zero_grad()
+            if step % 4 == 0:
+                seldom.step()
+                seldom.zero_grad()
+        report = device.report()
+    assert not told(report.step)

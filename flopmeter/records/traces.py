@@ -28,6 +28,7 @@ class Storage:
     role: StorageRole | None = None  # None: data, and what is computed from data
     died_inside: bool = False  # of a call of a module or of a compiled function, which so did not return it
     is_of_forward_pass: bool = False  # in a part of a trace: a module made it in a forward pass before the part
+    is_trained: bool = False  # an optimizer has it among its parameters
 
 
 _GONE = Storage(nbytes=0, device="", born=BEFORE, died=BEFORE)  # in a part of a trace: freed before the part
@@ -253,4 +254,6 @@ def _in_part(storage: Storage, nbytes_at_start: int | None, ops: range, all_ops:
             is_of_forward_pass = bool(maker.module) and maker.phase in ("forward", "recompute")
     nbytes = storage.nbytes if born != BEFORE or nbytes_at_start is None else nbytes_at_start
     died = None if died is None else died - ops.start
-    return Storage(nbytes, storage.device, born, died, storage.role, storage.died_inside, is_of_forward_pass)
+    return Storage(
+        nbytes, storage.device, born, died, storage.role, storage.died_inside, is_of_forward_pass, storage.is_trained
+    )

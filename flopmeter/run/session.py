@@ -7,11 +7,12 @@ import os
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch.optim import Optimizer
 
 from flopmeter.as_cuda import CudaTarget
 from flopmeter.device.cluster import cluster_of
@@ -118,6 +119,10 @@ class ScriptSession:
         trace = self.meter.trace
         written = (op for op in trace.ops[ops.start : ops.stop] if not op.module and op.call.func._schema.is_mutable)
         return any(trace.storages[number].role == "parameters" for op in written for number in op.reads)
+
+    def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self.meter.note_optimizer(optimizer)
 
     def is_on_device(self, ops: range) -> bool:
         calls = (self.meter.trace.ops[number].call for number in ops)
@@ -298,8 +303,8 @@ class ScriptSession:
             return ""
         steps = max(0, room // grown)
         return (
-            f"each step leaves {with_prefix(grown, 'B')} in memory that no later one frees (a list of results, or a "
-            f"loss with its graph that is added up?): the device is full after {steps:,} more steps"
+            f"each step leaves {with_prefix(grown, 'B')} in memory that no later one frees (a list of results, a "
+            f"loss with its graph that is added up, a cache of data?): the device is full after {steps:,} more steps"
         )
 
     def absent_weights(self) -> list[str]:

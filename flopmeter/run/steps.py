@@ -26,7 +26,7 @@ import importlib
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import CodeType
@@ -81,6 +81,9 @@ class WatchedRun(Protocol):
 
     def updates_weights(self, ops: range) -> bool:
         """Whether one of these ops, outside of modules, writes weights."""
+
+    def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """The program has these, some of which may step later."""
 
     def is_on_device(self, ops: range) -> bool:
         """Whether one of these ops ran on the GPU; a call of a module on the CPU is no step."""
@@ -301,6 +304,7 @@ class Steps:
         is_first = not self._optimizers.one_has_stepped
         match self._optimizers.stepped(optimizer):
             case "leads":
+                self._run.note_optimizers(self._optimizers.all_made)
                 if is_first:
                     self._calls_before = list(self._untrained_calls())
                 self._end_update()

@@ -42,6 +42,10 @@ class Optimizers:
         self._made[optimizer] = caller()
         init(optimizer, *args, **kwargs)
 
+    @property
+    def all_made(self) -> list[Optimizer]:
+        return list(self._made)
+
     def begin(self, *_: Any) -> None:
         """An optimizer begins to step."""
         self._stepping.append(self._now())

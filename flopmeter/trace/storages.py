@@ -83,6 +83,9 @@ class Storages:
         if storage.role in (None, "copies of weights"):
             storage.role = role
 
+    def note_trained(self, tensor: Tensor) -> None:
+        self._found[self.number(tensor, BEFORE, [])].is_trained = True
+
     def note_new(self, tensor: Tensor) -> None:
         """The tensor's storage is new: the next op gave birth to it."""
         self._found[self.number(tensor, BEFORE, [])].born = len(self._ops)

@@ -37,10 +37,12 @@ class TensorRoles:
             self._note_parameter(parameter)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has made its step."""
+        """An optimizer has made its step, or another one has."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._note_parameter(parameter)
+                for inner in wrapped(parameter):
+                    self._storages.note_trained(inner)
         for tensor in _held_by(optimizer.state, set()):
             self._note(tensor, "optimizer state")
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import count
+from typing import Literal
 
 import torch
 
-from flopmeter.records import BEFORE, Call, Op, Trace
+from flopmeter.records import BEFORE, Call, Op, Storage, Trace
 from flopmeter.report.advice.remedies import Proposal, has_backward, of_ops, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import is_view, with_ops
+from flopmeter.report.advice.rewrite import PRODUCTS, is_view, with_ops
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 
@@ -24,7 +25,7 @@ from flopmeter.torch_names.operators import aten
 def computed_again(report: Report) -> Iterator[Proposal]:
     trace = trace_of(report)
     earlier = trace.earlier if has_backward(trace) or _goes_on(trace) else []
-    again = _again(trace, earlier)
+    again, kept = _again(trace, earlier)
     casts = {index for index in again if _casts_a_weight(trace, trace.ops[index])}
     if casts:
         narrow = {str(trace.ops[index].outputs[0].dtype) for index in casts}
@@ -32,11 +33,15 @@ def computed_again(report: Report) -> Iterator[Proposal]:
             report, casts, "autocast casts weights that nothing updates in each step again",
             f"keep weights that are not trained in {' or '.join(sorted(narrow))}: .to() before the loop",
         )  # fmt: skip
-    if again := again - casts:
-        across = bool(again - _again(trace, []))
+    across = again & kept - casts
+    if across:
         yield _without(
-            report, again, f"computed from the same tensors {'in each step' if across else 'more than once'}",
-            "compute it once and keep it, before the loop" if across else "compute it once and hand it on",
+            report, across, "computed from the same tensors in each step",
+            "compute it once and keep it, before the loop",
+        )  # fmt: skip
+    if within := again - across - casts:
+        yield _without(
+            report, within, "computed from the same tensors more than once", "compute it once and hand it on",
         )  # fmt: skip
 
 
@@ -68,15 +73,22 @@ def _goes_on(trace: Trace) -> bool:
     )
 
 
-def _again(trace: Trace, earlier: Sequence[Op]) -> set[int]:
-    """The ops of forward passes that compute what is there already, and stays, for others that do not."""
-    overwritten = {spec.storage for op in (*earlier, *trace.ops) for spec in op.written}
-    contents = _Contents(overwritten)
+def _again(trace: Trace, earlier: Sequence[Op]) -> tuple[set[int], set[int]]:
+    """The ops of forward passes that compute what is there already, and stays, for others that do not; and those whose
+    result was there before the step."""
+    contents = _Contents(trace.storages, {spec.storage for op in (*earlier, *trace.ops) for spec in op.written})
     for op in earlier:
         contents.meet(op)
+    contents.begin_step()
     if has_backward(trace):  # another batch may lie where the last one did
         contents.forget(number for number, storage in enumerate(trace.storages) if storage.role is None)
-    known = {index for index, op in enumerate(trace.ops) if contents.meet(op) and op.phase == "forward"}
+    learned = _learned(trace)
+    known, kept = set[int](), set[int]()
+    for index, op in enumerate(trace.ops):
+        met = contents.meet(op)
+        if met != "new" and op.phase == "forward" and learned.isdisjoint(op.makes):
+            known.add(index)
+            kept |= {index} if met == "before the step" else set()
     needed = {number for index, op in enumerate(trace.ops) if index not in known for number in op.reads}
     again, made = set[int](), set[int]()
     for index in sorted(known, reverse=True):
@@ -85,55 +97,75 @@ def _again(trace: Trace, earlier: Sequence[Op]) -> set[int]:
             again.add(index)
             made |= op.makes
             needed |= op.reads
-    return again | {
-        index for index in known - again if is_view(trace.ops[index]) and _goes_too(trace, index, again, made)
-    }
+    views = {index for index in known - again if is_view(trace.ops[index]) and _goes_too(trace, index, again, made)}
+    return again | views, kept
+
+
+def _learned(trace: Trace) -> set[int]:
+    """What follows from weights that get gradients: a backward pass runs for each time that it is computed."""
+    learned = {each.leaf for each in trace.accumulations}
+    for op in trace.ops:
+        if op.phase == "forward" and not learned.isdisjoint(op.reads):
+            learned |= op.makes
+    return learned
 
 
 def _goes_too(trace: Trace, view: int, again: set[int], made: set[int]) -> bool:
-    """Whether it is a view of what such an op made, or one that the program takes for such an op."""
+    """Whether it is a view of what such an op made, or one that the program takes for such an op. A linear layer takes
+    its own views of what it is given."""
     after = next((place for place in range(view + 1, len(trace.ops)) if not is_view(trace.ops[place])), None)
+    if after is not None and after not in again and trace.ops[after].packet in PRODUCTS:
+        return False
     return after in again or not made.isdisjoint(trace.ops[view].makes)
 
 
 class _Contents:
     """What storages hold. `overwritten`: those that are written to after they were made, and do not stay."""
 
-    def __init__(self, overwritten: set[int]) -> None:
-        self._overwritten = overwritten
+    def __init__(self, storages: Sequence[Storage], overwritten: set[int]) -> None:
+        self._storages, self._overwritten = storages, overwritten
         self._numbers = count()
         self._held: dict[int, object] = {}  # by storage
         self._made: dict[tuple[Call, tuple[object, ...]], int] = {}
         self._kept = set[int]()  # results that stay
+        self._kept_before = set[int]()  # of these, those from before the step
 
     def forget(self, storages: Iterator[int]) -> None:
         for number in storages:
             self._held.pop(number, None)
 
-    def meet(self, op: Op) -> bool:
-        """Whether the op computes what another one did that ran before it."""
+    def begin_step(self) -> None:
+        self._kept_before = set(self._kept)
+
+    def meet(self, op: Op) -> Literal["new", "in the step", "before the step"]:
+        """Whether the op computes what another one did that ran before it, and when."""
         reads = op.reads
         made = op.makes - reads
         changed = made.union(spec.storage for spec in op.written)
-        if not _is_fixed(op):
+        if not _is_fixed(op, self._storages):
             self._held.update((number, next(self._numbers)) for number in changed)
-            return False
+            return "new"
         key = op.call, tuple(self._value(number) for number in op.storages if number in reads)
         result = self._made.setdefault(key, next(self._numbers))
         self._held.update((number, (result, op.storages.index(number))) for number in changed)
+        if not changed.isdisjoint(self._overwritten):
+            return "new"
         is_known = result in self._kept
-        if changed.isdisjoint(self._overwritten):
-            self._kept.add(result)
-            return is_known
-        return False
+        self._kept.add(result)
+        return "before the step" if result in self._kept_before else "in the step" if is_known else "new"
 
     def _value(self, storage: int) -> object:
         return self._held.setdefault(storage, next(self._numbers))
 
 
-def _is_fixed(op: Op) -> bool:
-    """Whether its operands decide its result. What lies on the host may be changed by others than torch."""
+def _is_fixed(op: Op, storages: Sequence[Storage]) -> bool:
+    """Whether its operands decide its result. What lies on the host may be changed by others than torch, and no call
+    says which element of a tensor there it takes: a number alone is one."""
     func = op.call.func
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     is_torch = func.namespace == "aten" and op.graph is None and op.call.body is None
-    return is_torch and not is_random and all(spec.device != "cpu" or spec.numel == 1 for spec in op.call.inputs)
+    return (
+        is_torch
+        and not is_random
+        and not any(spec.device == "cpu" and storages[spec.storage].nbytes > spec.dtype.itemsize for spec in op.inputs)
+    )
