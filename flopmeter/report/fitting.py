@@ -24,8 +24,9 @@ MOST_PARTS = 4096  # of a batch, and GPUs
 def ways_to_fit(report: Report) -> str:
     """A line on what would make the step fit; '' if it fits, or is no training on one GPU."""
     usable = usable_bytes_if_known(report.hardware)
-    trains = any(kernel.op.phase == "backward" for kernel in report.kernels)
-    if usable is None or report.cluster is not None or not trains or report.memory.fits_in(usable):
+    if usable is None or report.cluster is not None or report.memory.fits(report.hardware):
+        return ""
+    if not any(kernel.op.phase == "backward" for kernel in report.kernels):
         return ""
     ways = list(_ways(report, usable))
     return "to make it fit (estimated from this run): " + "; ".join(ways) if ways else ""

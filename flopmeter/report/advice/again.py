@@ -160,10 +160,11 @@ class _Contents:
 
 def _is_fixed(op: Op, storages: Sequence[Storage]) -> bool:
     """Whether its operands decide its result. What lies on the host may be changed by others than torch, and no call
-    says which element of a tensor there it takes: a number alone is one."""
+    says which element of a tensor there it takes: a number alone is one. A graph that is replayed has one memory for
+    all replays, so that its program may have put other inputs there."""
     func = op.call.func
     is_random = torch.Tag.nondeterministic_seeded in func.tags
-    is_torch = func.namespace == "aten" and op.graph is None and op.call.body is None
+    is_torch = func.namespace == "aten" and op.graph is None and op.call.body is None and not op.is_replayed
     return (
         is_torch
         and not is_random
