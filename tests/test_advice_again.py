@@ -107,9 +107,11 @@ def _mlp(*more: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def infers(*more: nn.Module) -> Callable[[], object]:
+def infers(*more: nn.Module, texts: int = 0) -> Callable[[], object]:
+    """`texts`: of so many, whose tokens a layer takes by a view."""
     model, x = _mlp(*more), torch.empty(8192, 1024, device="meta")
-    return lambda: model(x)
+    given = x.view(texts, -1, 1024) if texts else x
+    return lambda: model(given)
 
 
 def trains() -> Callable[[], object]:
@@ -163,8 +165,16 @@ def draws() -> Callable[[], object]:
 
 @pytest.mark.parametrize(
     "program",
-    [infers(), infers(nn.Dropout()), trains(), adds_by_index(), rewrites(), draws()],
-    ids=["a benchmark", "one by chance", "training on one batch", "sums", "a weight that changes", "random numbers"],
+    [infers(), infers(nn.Dropout()), infers(nn.Dropout(), texts=8), trains(), adds_by_index(), rewrites(), draws()],
+    ids=[
+        "a benchmark",
+        "one by chance",
+        "one of texts",
+        "training on one batch",
+        "sums",
+        "a weight that changes",
+        "random numbers",
+    ],
 )
 def test_what_is_the_same_for_the_benchmark_alone_or_does_not_stay_is_no_advice(program):
     assert not told(last_of(program))

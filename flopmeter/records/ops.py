@@ -107,6 +107,11 @@ class Op(NamedTuple):
         return tuple(spec._replace(storage=self.storages[spec.storage]) for specs in lists for spec in specs)
 
     @property
+    def fills(self) -> set[int]:
+        """The storages that it makes or writes to; a view does neither."""
+        return (self.makes - self.reads).union(spec.storage for spec in self.written)
+
+    @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         return tuple(spec._replace(storage=self.storages[spec.storage]) for spec in self.call.inputs)
 

@@ -27,7 +27,7 @@ def note_copies_of_weights(part: Trace, whole: Trace) -> None:
         if storage.role is None and storage.born == BEFORE and storage.device == part.device
     }
     touching = (op for op in whole.ops if not kept.isdisjoint(op.storages))
-    if all(kept.isdisjoint((op.makes - op.reads).union(spec.storage for spec in op.written)) for op in touching):
+    if all(kept.isdisjoint(op.fills) for op in touching):
         return  # no op of this program filled them: most programs' data
     follows = _Follows(whole, kept)
     for op in whole.ops:

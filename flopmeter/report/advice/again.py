@@ -64,7 +64,7 @@ def _casts_a_weight(trace: Trace, op: Op) -> bool:
 def _goes_on(trace: Trace) -> bool:
     """Whether a step of inference has another input than the one before: from the host, or what that one made. One that
     has not is a benchmark: in use each would get something else."""
-    made = {number for op in trace.earlier for number in op.makes.union(spec.storage for spec in op.written)}
+    made = set().union(*(op.fills for op in trace.earlier))
     return any(
         (spec.device == "cpu" and spec.numel > 1) or spec.storage in made
         for op in trace.ops
@@ -140,8 +140,7 @@ class _Contents:
     def meet(self, op: Op) -> Literal["new", "in the step", "before the step"]:
         """Whether the op computes what another one did that ran before it, and when."""
         reads = op.reads
-        made = op.makes - reads
-        changed = made.union(spec.storage for spec in op.written)
+        changed = op.fills
         if not _is_fixed(op, self._storages):
             self._held.update((number, next(self._numbers)) for number in changed)
             return "new"
