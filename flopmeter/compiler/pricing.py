@@ -13,9 +13,8 @@ from flopmeter.costs.fused import flops_of, grid_of, slowest_class, vector_work,
 from flopmeter.costs.rules import rule
 from flopmeter.records import CONTRACTION, MOVEMENT, UNCOUNTED, Call, CompiledKernel, Cost, Reread
 
-BETWEEN_INTEGERS = (
-    "fp32"  # in which inductor computes, as torch does by default, where no tensor of a kernel has floats
-)
+# In which inductor computes, as torch does by default, where no tensor of a kernel has floats.
+BETWEEN_INTEGERS = "fp32"
 
 
 @rule(compiled_kernel)

@@ -113,6 +113,7 @@ CHECKS: dict[OpOverload, Handler] = {
     aten.equal.default: holds,
     aten.allclose.default: holds,
     aten._amp_foreach_non_finite_check_and_unscale_.default: gradients_finite,
+    aten.sub.Tensor: of_itself,
 }
 
 
@@ -121,9 +122,5 @@ def assumed_handler(func: OpOverload, assumptions: Assumptions) -> Handler | Non
     if assumptions.routing and func in ROUTES:
         return route
     if assumptions.checks_hold:
-        return (
-            CHECKS.get(func)
-            or (of_itself if func is aten.sub.Tensor else None)
-            or (is_finite if func in FINITE_CHECKS else None)
-        )
+        return CHECKS.get(func) or (is_finite if func in FINITE_CHECKS else None)
     return None

@@ -321,8 +321,7 @@ class ScriptSession:
             yield f"the program names {self.named.name}, which is taken to be the one GPU that is metered"
         if self.memory.overflow:
             yield f"does not fit: {self.memory.overflow}"
-        step = self.step_ops()
-        if given_back := sum(nbytes for op, nbytes in self.memory.given_back if op in step):
+        if given_back := self._given_back_bytes():
             yield (
                 f"torch.cuda.empty_cache() gives {with_prefix(given_back, 'B')} back in each step, for which later "
                 "tensors ask the driver again: the time that the driver takes for that is not priced"
@@ -343,6 +342,12 @@ class ScriptSession:
         if self._decisions:
             lines = ", ".join(f"{where} ({count}x)" for where, count in self._decisions.items())
             yield f"control flow that depends on stand-ins for unknown values: {lines}"
+
+    def _given_back_bytes(self) -> int:
+        """What empty_cache() gives back in the step that is reported."""
+        calls = self.memory.given_back
+        step = self.step_ops() if calls else range(0)
+        return sum(nbytes for op, nbytes in calls if op in step)
 
     def _exchanges(self) -> bool:
         step = self.step_ops()

@@ -83,7 +83,7 @@ class WatchedRun(Protocol):
         """Whether one of these ops, outside of modules, writes weights."""
 
     def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """The program has these, some of which may step later."""
+        """The program has these beside the one that stepped."""
 
     def is_on_device(self, ops: range) -> bool:
         """Whether one of these ops ran on the GPU; a call of a module on the CPU is no step."""
@@ -304,7 +304,7 @@ class Steps:
         is_first = not self._optimizers.one_has_stepped
         match self._optimizers.stepped(optimizer):
             case "leads":
-                self._run.note_optimizers(self._optimizers.all_made)
+                self._run.note_optimizers([each for each in self._optimizers.all_made if each is not optimizer])
                 if is_first:
                     self._calls_before = list(self._untrained_calls())
                 self._end_update()
