@@ -20,6 +20,7 @@ from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     host_copies,
     host_values,
     layout,
+    loops,
     math_attention,
     modes,
     needless,

@@ -15,7 +15,7 @@ import torch
 
 from flopmeter.records import OF_WEIGHTS, Op, TensorSpec, Trace
 from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import PRODUCTS, outermost, with_tensors
+from flopmeter.report.advice.rewrite import PRODUCTS, outermost, widened, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 from flopmeter.torch_names.operators import aten
@@ -63,7 +63,7 @@ def _most_per_second(report: Report, trace: Trace, most: int) -> tuple[int, Repo
         items = None if is_outermost else _items_of_batch(trace)
         while 2 * times <= most:
             run = priced_if_it_fits(report, scaled(trace, grows, 2 * times, items))
-            if run is None or not _is_proportional(report, run, 2 * times):
+            if run is None or not is_proportional(report, run, 2 * times):
                 break
             if run.seconds / (2 * times) * PER_DOUBLING > best:
                 return times, then
@@ -82,7 +82,7 @@ def priced_if_it_fits(report: Report, changed: Trace) -> Report | None:
         return None
 
 
-def _is_proportional(before: Report, after: Report, times: int) -> bool:
+def is_proportional(before: Report, after: Report, times: int) -> bool:
     """Whether the FLOPs of matmuls and attention grow in proportion. Optimizers, and what is made of weights alone,
     stay as they are."""
     is_now, becomes = _macs_of_passes(before), _macs_of_passes(after)
@@ -103,9 +103,7 @@ def scaled(trace: Trace, grows: set[int], times: int, items: int | None = None) 
         dim = spec.shape.index(items) if items in spec.shape and spec.is_strided else outermost(spec)
         if not is_growing or dim is None:
             return spec
-        shape = (*spec.shape[:dim], times * spec.shape[dim], *spec.shape[dim + 1 :])
-        stride = tuple(times * step if step > spec.stride[dim] else step for step in spec.stride)
-        return spec._replace(shape=shape, stride=stride)
+        return widened(spec, dim, times)
 
     return with_tensors(trace, larger, lambda number: number in grows)
 

@@ -165,6 +165,15 @@ def _calls_of_others(ops: Sequence[Op], calls: Sequence[int], dropped: int, gone
     return max(0, calls[dropped] - (len(path) - running))
 
 
+def widened(spec: TensorSpec, dim: int, times: int) -> TensorSpec:
+    """The tensor with so many times the places in a dimension; one number stays one."""
+    if spec.numel == 1 or times == 1:
+        return spec
+    shape = (*spec.shape[:dim], times * spec.shape[dim], *spec.shape[dim + 1 :])
+    stride = tuple(times * step if step > spec.stride[dim] else step for step in spec.stride)
+    return spec._replace(shape=shape, stride=stride)
+
+
 def are_in_torch(ops: Iterable[Op]) -> bool:
     """Whether this torch has the operators that a change puts in."""
     return not any(isinstance(op.call.func, Absent) for op in ops)
