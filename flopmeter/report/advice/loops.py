@@ -16,7 +16,7 @@ from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.batch import is_proportional, priced_if_it_fits
 from flopmeter.report.advice.remedies import Proposal, has_backward, of_ops, remedy, trace_of
 from flopmeter.report.advice.rewrite import PRODUCTS, in_place_of, is_view, rebuilt, widened, with_ops
-from flopmeter.report.advice.turns import Loop, differing, loops_of, own_weights
+from flopmeter.report.advice.turns import LoopTurns, differing, loops_of, own_weights
 from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 from flopmeter.torch_names.operators import aten, aten_overloads
@@ -49,7 +49,7 @@ def turns_one_by_one(report: Report) -> Iterator[Proposal]:
             yield Proposal("", of_ops(trace, changed), why, what_to_do, then)
 
 
-def _until(trace: Trace, loop: Loop, loops: Sequence[Loop]) -> int:
+def _until(trace: Trace, loop: LoopTurns, loops: Sequence[LoopTurns]) -> int:
     """Where the same loop runs again, for another batch or in another step: its backward pass is over by then."""
     first = loop.turns[0][0]
     starts = (other.turns[0][0] for other in loops)
@@ -57,7 +57,7 @@ def _until(trace: Trace, loop: Loop, loops: Sequence[Loop]) -> int:
     return min(again, default=len(trace.ops))
 
 
-def _is_of_batches(trace: Trace, loop: Loop) -> bool:
+def _is_of_batches(trace: Trace, loop: LoopTurns) -> bool:
     """Whether it is the loop over a program's batches: inference that calls its model in each turn (batch.py)."""
     within = range(loop.turns[0][0] + 1, loop.turns[-1][-1] + 1)
     return not has_backward(trace) and any(end.op in within for end in trace.forward_ends)
@@ -94,7 +94,7 @@ class _AtOnce:
     """The last turn, which stays and does the work of all, and what goes with the others. In the backward pass the last
     turn is the first one."""
 
-    def __init__(self, trace: Trace, loop: Loop, until: int) -> None:
+    def __init__(self, trace: Trace, loop: LoopTurns, until: int) -> None:
         self._trace, self.loop = trace, loop
         self._after = range(loop.turns[-1][-1] + 1, until)
         self._times = len(loop.turns)

@@ -17,16 +17,16 @@ _SUMS = (aten.add, aten.add_, aten.index_add_, aten.cat, aten.copy_, aten.index_
 _READ_BY_THE_HOST = (aten._local_scalar_dense, aten.equal)
 
 
-class Loop(NamedTuple):
+class LoopTurns(NamedTuple):
     """Turns of a loop in a forward pass: the ops of each, without views, in order."""
 
     turns: tuple[tuple[int, ...], ...]
     key: Callable[[Op], Hashable]  # alike for the same op of all turns
 
 
-def loops_of(trace: Trace) -> list[Loop]:
+def loops_of(trace: Trace) -> list[LoopTurns]:
     """Loops around the same modules, and then those around modules that differ by their number."""
-    found = list[Loop]()
+    found = list[LoopTurns]()
     for key in (_same_module, _same_but_for_numbers):
         taken = {index for loop in found for index in range(loop.turns[0][0], loop.turns[-1][-1] + 1)}
         for part in _forward_parts(trace, taken):
@@ -56,7 +56,7 @@ def _forward_parts(trace: Trace, taken: set[int]) -> Iterator[list[int]]:
     yield part
 
 
-def _loops_in(trace: Trace, part: Sequence[int], key: Callable[[Op], Hashable]) -> Iterator[Loop]:
+def _loops_in(trace: Trace, part: Sequence[int], key: Callable[[Op], Hashable]) -> Iterator[LoopTurns]:
     keys = [key(trace.ops[index]) for index in part]
     following = _next_alike(keys)
     tied = dict[int, int]()  # by the length of a turn: up to where turns of that length depend on each other
@@ -75,7 +75,7 @@ def _loops_in(trace: Trace, part: Sequence[int], key: Callable[[Op], Hashable]) 
             if first and _is_of_loop(trace, first, turns):
                 turns.insert(0, first)
             if len(turns) >= LEAST_TURNS and _are_independent(trace, turns):
-                yield Loop(tuple(turns), key)
+                yield LoopTurns(tuple(turns), key)
                 start = begin + (end - begin) // length * length
                 break
         else:
