@@ -29,11 +29,10 @@ from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     recurrent_steps,
     tables,
     tokens,
-    uncompiled_flex,
     unread,
     widths,
 )
-from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything
+from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything, trace_of
 from flopmeter.report.advice.spots import Timed, floor_of, modules_and_lines, places_of, spot_of, timed, wall_clock
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.report import Report
@@ -47,7 +46,8 @@ def advice_of(report: Report) -> tuple[Advice, ...]:
     larger batch comes last in each group, since a model learns differently with it."""
     if report.in_mode is None or not report.timings or not report.seconds:
         return ()
-    proposals = (proposal for remedy in REMEDIES for proposal in remedy(report))
+    trace = trace_of(report)
+    proposals = (proposal for remedy in REMEDIES for proposal in remedy(report, trace))
     found = [(each.times > 1, _advice(report, each)) for each in proposals if _is_about(each, report)]
     worth = [pair for pair in found if pair[1].gain_seconds >= LEAST_GAIN * report.seconds]
     worth.sort(key=lambda pair: (not _comes_first(pair[1], report), pair[0], -pair[1].gain_seconds))
@@ -78,7 +78,7 @@ def _advice(report: Report, proposal: Proposal) -> Advice:
     others = floor_of(pairs, report) - floor_of(group, report)
     seconds_then = now - gain
     return Advice(
-        what=proposal.what or _names(group, report),
+        what=proposal.what or (_count(report) if proposal.concerns is everything else _names(group, report)),
         where=proposal.where or (WHOLE if is_whole else modules_and_lines(kernel for kernel, _ in group)),
         seconds_now=now,
         floor_seconds=max(0.0, min(round(left - others, _PICO), seconds_then)),
@@ -89,6 +89,11 @@ def _advice(report: Report, proposal: Proposal) -> Advice:
         is_fault=proposal.is_fault,
         places=() if proposal.concerns is everything else places_of(group),
     )
+
+
+def _count(report: Report) -> str:
+    count = len(report.kernels)
+    return "the only kernel" if count == 1 else f"all {count} kernels"
 
 
 def _names(group: list[Timed], report: Report) -> str:
