@@ -22,14 +22,13 @@ from flopmeter.records import DEFAULT_STREAM
 from flopmeter.records.collectives import COLLECTIVE_OPS
 from flopmeter.report.quantities import with_prefix
 from flopmeter.report.report import Report
-from flopmeter.run import child_processes, data, driver_tool, extensions, shims, text_kernels, values, world
+from flopmeter.run import child_processes, driver_tool, extensions, shims, text_kernels, values, world
 from flopmeter.run.clocks import HostClock
 from flopmeter.run.compiled import Tracing, jit
 from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
-from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
+from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory, grown_bytes
 from flopmeter.run.graph_pools import GraphPool
-from flopmeter.run.growth import grown_bytes
 from flopmeter.run.initial_values import InitialValues
 from flopmeter.run.own_code import imported_by_name
 from flopmeter.run.patches import Patch, applied
@@ -192,7 +191,7 @@ class ScriptSession:
         undo.enter_context(warnings.catch_warnings())
         for message in _FALSE_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
-        undo.enter_context(data.forks_unmetered())
+        undo.enter_context(child_processes.forks_unmetered())
 
     def _name_device(self, undo: ExitStack) -> tuple[list[Patch], list[Patch]]:
         """Tensors, torch.cuda and files of weights know the device. Returns what undoes the patches that the compiler
