@@ -1,4 +1,4 @@
-"""One run: the device named cuda, a meter around the program, and the report of its steps."""
+"""One run of a script: the device named cuda, a meter around the program, and the report of its steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Wishes:
 
     gpus: ranks in the world, of which this process is rank 0; gpus_per_node: of them on each node, as a launcher
         starts them; None: there is no launcher, and nodes are those of the device's default cluster.
-    steps: stop after that many; None: run to the end. marker: what ends a step (see steps.py).
+    steps: stop after that many; None: run to the end. marker: what marks the end of a step (see steps.py).
     on_out_of_memory: 'raise' as the device would, or 'report' and go on.
     strict_values: an unknown value that the program reads is an error, not a stand-in.
     mask_fraction: as for FlopMeter. mode: how to price; None: compiled where the program compiles, else eager.
@@ -143,8 +143,8 @@ class ScriptSession:
         return self.report_of(range(start, end)).seconds if end > start else 0.0
 
     def replay(self, ops: range, stream: int) -> None:
-        """The ops of a CUDA graph run again; they are one region, which the host launches at once, on the current
-        stream what was captured on `stream`."""
+        """The ops of a CUDA graph run again, as one region that the host launches at once. What was captured on
+        `stream` runs on the current one."""
         self._replays += 1
         trace, use, shift = self.meter.trace, self.meter.trace.stream_use, self.now() - ops.start
         moved = {stream: streams.current()}

@@ -1,8 +1,8 @@
-"""Where to win: work that a program does without need, and other ways to run it, each priced by the model itself.
+"""Where to win: needless work in a program, and other ways to run it.
 
-A remedy (remedies.py) rewrites the trace (rewrite.py) or chooses another mode, and has the result priced as any other
-program. Each file has the remedies of one topic. spots.py says which kernels are above the least time of their work,
-and why.
+A remedy (remedies.py) rewrites the trace (rewrite.py) or chooses another mode, and has the result priced like any other
+program. Each file has the remedies of one topic. spots.py says which kernels take longer than the least time that their
+work can take, and why.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from flopmeter.report.wins import LEAST_GAIN, MINOR_FAULT, WHOLE, Advice
 
 @draws(VIEWS, "advice")
 def advice_of(report: Report) -> tuple[Advice, ...]:
-    """The advice in the order in which to follow it. Faults come first: mending one costs nothing and helps however the
-    program runs later. Then come other ways to run the program, with minor faults among them, by what they win. A
-    larger batch comes last in each group, since a model learns differently with it."""
+    """The advice in the order in which to follow it. Faults come first: fixing one costs nothing, and helps in any
+    mode. Then come other ways to run the program, and minor faults, by what they win. A larger batch comes last in each
+    group, since it changes how a model learns."""
     if report.in_mode is None or not report.timings or not report.seconds:
         return ()
     trace = trace_of(report)

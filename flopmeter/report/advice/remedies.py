@@ -1,7 +1,7 @@
-"""What a program can change, each change priced by the model: a function under `@remedy` looks for one kind of fault.
+"""What a program can change: a function under `@remedy` looks for one kind of fault.
 
-It gives proposals: the changed run, and the kernels that the change is about. It prices what it proposes; whether that
-is worth telling is decided in `flopmeter.report.advice`.
+It yields proposals: a changed run, already priced, and the kernels that the change is about. Which of them are worth
+showing is decided in `flopmeter.report.advice`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REMEDIES: list[Remedy] = []
 
 
 def remedy(function: Remedy) -> Remedy:
-    """Enter a function that looks for one kind of fault."""
+    """Decorator: enters a function that looks for one kind of fault."""
     REMEDIES.append(function)
     return function
 
@@ -90,7 +90,7 @@ def with_other_ops(
     what: str = "",
     about: Collection[int] | None = None,
 ) -> Proposal:
-    """The run without some ops, and with others in their places or before them. It is about the kernels of all ops that
-    go or take a place, or of those that `about` names."""
+    """The run without some ops, and with others in their places or before them. The proposal is about the kernels of
+    all ops that are dropped or put in, or only of those in `about`."""
     concerns = of_ops(trace, {*dropped, *(put_in or {})} if about is None else about)
     return Proposal(why, remedy, priced(report, with_ops(trace, dropped, put_in, put_before)), concerns, what)
