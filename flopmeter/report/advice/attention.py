@@ -24,13 +24,19 @@ from flopmeter.report.advice.found_attention import (
     Materialised,
     around,
     is_softmax,
-    makes_no_storage,
     uses_of,
 )
 from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of, dense, fused
 from flopmeter.report.advice.masks import bias_for_kernel
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy
-from flopmeter.report.advice.rewrite import are_in_torch, in_templates, is_dense, with_ops, with_tensors
+from flopmeter.report.advice.rewrite import (
+    are_in_torch,
+    in_templates,
+    is_dense,
+    makes_no_storage,
+    with_ops,
+    with_tensors,
+)
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 

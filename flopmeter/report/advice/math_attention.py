@@ -15,10 +15,17 @@ import torch
 from flopmeter.costs.access import HALVES
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.attention import ends, makers_of_masks, results, views_of_nothing
-from flopmeter.report.advice.found_attention import PRODUCTS, Materialised, around, makes_no_storage, uses_of
+from flopmeter.report.advice.found_attention import PRODUCTS, Materialised, around, reads_elsewhere, uses_of
 from flopmeter.report.advice.fused_attention import Bias, dense, fused
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy
-from flopmeter.report.advice.rewrite import Mark, are_in_torch, in_templates, with_ops, with_tensors
+from flopmeter.report.advice.rewrite import (
+    Mark,
+    are_in_torch,
+    in_templates,
+    makes_no_storage,
+    with_ops,
+    with_tensors,
+)
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import Unfused
 from flopmeter.torch_names.operators import aten
@@ -116,8 +123,7 @@ def _before(trace: Trace, uses: dict[int, list[int]], storage: int, within: set[
         step = _step(trace.ops[born]) if born >= 0 else ""
         if not step or (step != "copy" and step in passed) or (step == "cast" and not casts):
             return chain
-        others = {index for index in uses[storage] if index != born and not makes_no_storage(trace.ops[index])}
-        if not others <= within | set(chain):
+        if reads_elsewhere(trace, uses, storage, within.union(chain)):
             return chain
         chain.append(born)
         passed.add(step)
