@@ -1,6 +1,6 @@
 # make demo      set everything up and print the BERT table
 # make test      set everything up and run every test but the long sweeps
-# make check     format, lint, types, which room imports which
+# make check     format, lint, types, which package imports which
 # make docs      the site, into site/
 # make sweep     the long sweeps; writes docs/sweep.md
 # make coverage  the tests again, and the lines that none of them reaches

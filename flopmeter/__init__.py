@@ -87,7 +87,7 @@ class _Moved(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
-# Public paths of modules that have moved into a room, or into two.
+# Public paths of modules that have moved into a package, or into two.
 for _old, _new in {
     "cluster": ("device.cluster",),
     "hardware": ("device.hardware",),

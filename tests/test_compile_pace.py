@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch._inductor.fx_utils import FakeTensorUpdater
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
-from torch.utils._ordered_set import OrderedSet
 
 from flopmeter import FlopMeter
 from flopmeter.compiler import pace
-from flopmeter.compiler.pace import around_hash, undisturbed
+from flopmeter.compiler.pace import undisturbed
 from flopmeter.torch_names import compiler as names
 
 CALLS = 200
@@ -71,74 +70,6 @@ def test_garbage_waits_and_is_collected_again_afterwards_if_it_was_before(collec
         assert gc.isenabled() == collects
     finally:
         (gc.enable if before else gc.disable)()
-
-
-def test_a_hash_is_asked_for_once() -> None:
-    class Key:
-        asked = 0
-
-        def __hash__(self) -> int:
-            self.asked += 1
-            return 17
-
-    key, kept = Key(), around_hash(Key.__hash__)
-    assert [kept(key), kept(key)] == [17, 17]
-    assert key.asked == 1
-
-
-SETS = {
-    "copy": lambda one, other: OrderedSet(one),
-    "union": lambda one, other: one | other,
-    "union in place": lambda one, other: one.copy().__ior__(other),
-    "difference": lambda one, other: one - other,
-    "difference in place": lambda one, other: one.copy().__isub__(other),
-    "less itself": lambda one, other: (same := one.copy()).__isub__(same),
-    "intersection": lambda one, other: one & other,
-}
-PAIRS = [("cab", "da"), ("da", "cab"), ("ab", "ba"), ("", "ab"), ("ab", ""), ("abcdefgh", "ha")]
-WRAPPED = {"__init__": "set_making", "__or__": "union", "__and__": "intersection", "__isub__": "difference"}
-
-
-def _pace_of_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, wrapper in WRAPPED.items():
-        monkeypatch.setattr(OrderedSet, name, getattr(pace, f"around_{wrapper}")(getattr(OrderedSet, name)))
-
-
-@pytest.mark.parametrize("kind", [OrderedSet, list, set], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("operation", SETS)
-def test_sets_at_that_pace_hold_the_same_in_the_same_order(
-    operation: str, kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def results() -> list[object]:
-        found: list[object] = []
-        for one, other in PAIRS:
-            try:
-                found.append(list(SETS[operation](OrderedSet(one), kind(other))))
-            except TypeError:
-                found.append("refused")
-        return found
-
-    expected = results()
-    _pace_of_sets(monkeypatch)
-    assert results() == expected
-    assert list(OrderedSet()) == []
-
-
-def test_copies_and_unions_of_sets_ask_for_no_hash_and_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Key:
-        asked = 0
-
-        def __hash__(self) -> int:
-            Key.asked += 1
-            return id(self)
-
-    one, other = OrderedSet([Key(), Key()]), OrderedSet([Key()])
-    _pace_of_sets(monkeypatch)
-    asked = Key.asked
-    copy, _ = OrderedSet(one), one | other
-    assert Key.asked == asked
-    copy.add(Key())
-    assert len(one) == 2
 
 
 @pytest.mark.parametrize("changes", [True, False])

@@ -1,4 +1,4 @@
-"""docs/contributing.md is true: each file and each name in it exists, and each room has a row."""
+"""docs/contributing.md is true: each file and each name in it exists, and each package has a row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/contributing.md").read_text(encoding="utf-8")
 GLOSSARY = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`((?:flopmeter|tests|scripts)/[\w/]+\.py)::([\w.]+)`", PAGE)
-WAYS = re.findall(r"^### One (?:op|collective|`)[^\n]*\n\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
+WALKS = re.findall(r"^### One (?:op|collective|`)[^\n]*\n\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
 WORDS = (
     "GEMM, matmul", "contiguous", "occupancy", "L2 hit, L2 miss", "tile", "wave", "epilogue", "launch", "stream",
     "exposed communication", "operator, op", "kernel", "arithmetic intensity", "ridge point", "regime", "MFU", "HFU",
@@ -46,13 +46,13 @@ def test_what_the_page_names_is_in_its_file(file, name):
     assert name in names_in(file)
 
 
-def test_every_room_has_a_row():
-    rooms = {path.parent.name for path in (ROOT / "flopmeter").glob("*/__init__.py")}
-    assert rooms == set(re.findall(r"^\| `flopmeter/(\w+)` \|", PAGE, re.MULTILINE))
+def test_every_package_has_a_row():
+    packages = {path.parent.name for path in (ROOT / "flopmeter").glob("*/__init__.py")}
+    assert packages == set(re.findall(r"^\| `flopmeter/(\w+)` \|", PAGE, re.MULTILINE))
 
 
-def test_three_ways_through_the_house_have_ten_steps_each():
-    assert [re.findall(r"^\d+(?=\.)", way, re.MULTILINE) for way in WAYS] == [[str(n) for n in range(1, 11)]] * 3
+def test_three_walks_through_the_code_have_ten_steps_each():
+    assert [re.findall(r"^\d+(?=\.)", walk, re.MULTILINE) for walk in WALKS] == [[str(n) for n in range(1, 11)]] * 3
 
 
 @pytest.mark.parametrize("word", WORDS)

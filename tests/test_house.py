@@ -1,4 +1,4 @@
-"""How the package is built: which file imports which. (`make check` holds the order of the rooms.)"""
+"""How the package is built: which file imports which. (`make check` holds the order of the packages.)"""
 
 from __future__ import annotations
 

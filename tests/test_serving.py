@@ -16,10 +16,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from flopmeter import ServingError, load_hardware, serving  # noqa: E402
+from flopmeter.ask.serve.asked import read_slo  # noqa: E402
 from flopmeter.ask.serve.decoder import decoder  # noqa: E402
 from flopmeter.ask.serve.published import WEIGHTS  # noqa: E402
 from flopmeter.ask.serve.queue import RequestWork, expected_tokens, load  # noqa: E402
-from flopmeter.ask.serve.slo import read_slo  # noqa: E402
 from flopmeter.ask.serve.steps import StepModel  # noqa: E402
 from flopmeter.device.cluster import load_cluster  # noqa: E402
 

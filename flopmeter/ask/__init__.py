@@ -1,1 +1,1 @@
-"""What people ask beyond one report: which device, which batch, how many GPUs, what if."""
+"""Questions that take more than one report: which device, which batch, how many GPUs, what if."""

@@ -1,4 +1,4 @@
-"""Which layers of a model are alike, so that one of them stands for the others."""
+"""Which layers of a model are alike, so that one of them can stand for the others."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def lists_of_layers(model: nn.Module) -> dict[str, int]:
 
 
 def likenesses(layers: Sequence[nn.Module], config: Any = None) -> list[Likeness]:
-    """Of each layer: its modules, their plain attributes and parameters, and its type by the config of transformers.
-    What numbers or counts the layers is left out."""
+    """For each layer: its modules, their plain attributes and parameters, and its type by the config of transformers.
+    Attributes that number or count the layers are left out."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     types = getattr(text, "layer_types", None) or [None] * len(layers)
     attributes = [_attributes(layer) for layer in layers]

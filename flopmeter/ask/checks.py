@@ -1,4 +1,4 @@
-"""Checks of arguments: each raises an error of one line, before anything is metered."""
+"""Checks of arguments: each raises a one-line error before anything is metered."""
 
 from __future__ import annotations
 

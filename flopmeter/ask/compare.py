@@ -55,7 +55,7 @@ class DeviceRow(Step):
 
     @property
     def dollars_per_step(self) -> float | None:
-        return None if self.dollars_per_hour is None else self.dollars_per_hour * self.seconds / SECONDS_PER_HOUR
+        return step_dollars(self.dollars_per_hour, 1, self.seconds)
 
     @property
     def dollars_per_million_items(self) -> float | None:

@@ -1,4 +1,4 @@
-"""What would make a run faster: the same kernels with more FLOP/s, more bandwidth, or a faster host.
+"""What would make a run faster: the same kernels with more FLOP/s, more bandwidth, faster links or a faster host.
 
 Only what bounds a run can help it: more FLOP/s do nothing for a memory-bound run, and a faster host nothing for a
 compute-bound one (Horace He, 'Making Deep Learning Go Brrrr From First Principles', 2022).

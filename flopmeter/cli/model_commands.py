@@ -41,10 +41,8 @@ from flopmeter.device.hardware import load_hardware
 from flopmeter.launch.modes import MODES
 from flopmeter.meter import FlopMeter
 from flopmeter.report.drawers import FORMATS as REPORT_FORMATS
-from flopmeter.report.formats import csv_of, laid_out, table
+from flopmeter.report.formats import grouped
 from flopmeter.report.plots import PICTURES, save
-from flopmeter.report.report import Report
-from flopmeter.report.rows import By
 from flopmeter.report.tables import FORMATS, Document
 
 DEFAULT_COMPARISON = "a100-sxm4-80gb,h100-sxm5-80gb,b200-sxm-180gb"
@@ -64,11 +62,11 @@ def _table(options: argparse.Namespace) -> int:
     report = meter.report(mode=options.mode)
     report = replace(report, ran=report.ran._replace(program=options.command))
     if options.explain_compile:
-        show(f"{_rendered(report, 'text', options.by or 'class')}\n\n{report.explain_compile()}", options)
+        show(f"{grouped(report, 'text', options.by or 'class')}\n\n{report.explain_compile()}", options)
     elif options.speed_up:
         show(report.speed_up().render(options.format), options)
     else:
-        show(_rendered(report, options.format, options.by or "class"), options)
+        show(grouped(report, options.format, options.by or "class"), options)
     if options.plot:
         save(PICTURES[options.picture or "roofline"](report), options.plot)
     save_trace(report, options.trace_to)
@@ -94,17 +92,6 @@ def _check_table(options: argparse.Namespace) -> None:
         if excluded:
             raise ValueError(why)
     check_by(options.by, format)
-
-
-def _rendered(report: Report, format: str, by: By) -> str:
-    """The report by another grouping than the op class; json and html hold all groupings anyway."""
-    rows = report.rows(by)
-    if format == "csv":
-        return csv_of(report, rows)
-    if by == "class" or format not in ("text", "markdown"):
-        return report.render(format)
-    style = "simple" if format == "text" else "github"
-    return laid_out(report, [table(report, rows, by, style, indent=by == "module")], markdown=format == "markdown")
 
 
 def _table_arguments(parser: argparse.ArgumentParser) -> None:

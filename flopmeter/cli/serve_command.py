@@ -6,11 +6,11 @@ import argparse
 from typing import get_args
 
 from flopmeter.ask.serve import serving
+from flopmeter.ask.serve.asked import read_slo
 from flopmeter.ask.serve.cache import CacheKind
 from flopmeter.ask.serve.picture import serving_curves
 from flopmeter.ask.serve.published import KV_BYTES, WEIGHTS
 from flopmeter.ask.serve.serving import USUAL_CHUNK
-from flopmeter.ask.serve.slo import read_slo
 from flopmeter.cli.command import Command, add_energy_price, add_format, device_list, number, picked, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.device.cluster import device_in

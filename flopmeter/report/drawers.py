@@ -1,13 +1,13 @@
-"""What can be made of a report, by name. Each drawer enters itself here, so that the report need not know any of
-them."""
+"""What can be made of a report, by name: registries in which each renderer enters itself, so that report.py need not
+import any of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-FORMATS: dict[str, Callable[[Any], str]] = {}  # of Report.render
-VIEWS: dict[str, Callable[..., Any]] = {}  # 'notebook', 'timeline', 'speed-up': other methods of Report
+FORMATS: dict[str, Callable[[Any], str]] = {}  # 'text', 'html', ...: of Report.render
+VIEWS: dict[str, Callable[..., Any]] = {}  # 'notebook', 'advice', ...: what other methods and properties of Report call
 
 
 def rendered(formats: Mapping[str, Callable[[Any], str]], format: str, what: Any) -> str:
@@ -18,7 +18,7 @@ def rendered(formats: Mapping[str, Callable[[Any], str]], format: str, what: Any
 
 
 def draws(table: dict[str, Callable[..., Any]], name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Enter a function that takes a report."""
+    """Decorator: enters a function of a report into one of these tables."""
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         table[name] = function

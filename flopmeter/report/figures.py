@@ -27,9 +27,8 @@ from flopmeter.records import (
     Cost,
     Regime,
 )
-from flopmeter.report.advice.spots import pattern
 from flopmeter.report.report import Report
-from flopmeter.report.rows import Row
+from flopmeter.report.rows import Row, as_one_layer
 from flopmeter.timing.peak_memory import CATEGORIES, Category, usable_bytes_if_known
 
 
@@ -103,7 +102,7 @@ def dots(report: Report) -> list[Dot]:
         modules.setdefault(kernel.cost, kernel.op.module)
     placed = [
         Dot(
-            cost.name, pattern(modules[cost]), cost.op_class, calls[cost], flops / cost.bytes,
+            cost.name, as_one_layer(modules[cost]), cost.op_class, calls[cost], flops / cost.bytes,
             flops * calls[cost] / spent, spent,
         )
         for cost, spent in seconds.items()

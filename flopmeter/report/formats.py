@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from tabulate import tabulate
@@ -16,8 +17,8 @@ from flopmeter.report.fitting import ways_to_fit
 from flopmeter.report.page import page
 from flopmeter.report.quantities import HOW_ATTENTION_COUNTS, duration, figure, percent, percent_of, with_prefix
 from flopmeter.report.report import Report
-from flopmeter.report.rows import Row
-from flopmeter.report.tables import as_csv
+from flopmeter.report.rows import By, Row
+from flopmeter.report.tables import Table, as_csv, grid
 from flopmeter.report.winning import cautions, in_lines, where_to_win
 from flopmeter.timing.peak_memory import CONTEXT_BYTES, usable_bytes
 
@@ -69,7 +70,7 @@ def _cell(column: ReportColumn, report: Report, row: Row) -> Any:
     return value if column.scale == 1 else value / column.scale
 
 
-def laid_out(
+def _laid_out(
     report: Report, tables: Iterable[str], *, title: str = "", first: Sequence[str] = (), markdown: bool = False
 ) -> str:
     """A report as text: its head, the answer, the tables, and the small print. `title` goes above the head, lines of
@@ -211,28 +212,39 @@ def _memory(report: Report) -> str:
     made_of = ", ".join(f"{name} {with_prefix(nbytes, 'B')}" for name, nbytes in parts)
     if memory.steady_peak_bytes > memory.peak_bytes:
         verdict += f", {with_prefix(memory.steady_peak_bytes, 'B')} from the second step on"
-    op = memory.peak_op
-    at = f" · at {op.call.name}{op.module and f' in {op.module}'} ({op.phase})" if op else ""
+    at = memory.peak_place and f" · at {memory.peak_place}"
     counted = f" · {with_prefix(memory.allocated_bytes, 'B')} by torch.cuda.max_memory_allocated()"
     return f"{verdict} · at the peak: {made_of or 'nothing'}{at}{counted if report.kernels else ''}"
 
 
-@draws(FORMATS, "text")
-def _text(report: Report) -> str:
-    return laid_out(report, [table(report, report.rows(), "class")])
+def grouped(
+    report: Report,
+    format: str,
+    by: By = "class",
+    more: Iterable[Table] = (),
+    *,
+    title: str = "",
+    first: Sequence[str] = (),
+) -> str:
+    """The report with a row for each `by` (see Report.rows); json and html hold every grouping anyway. In text and
+    markdown the tables `more` follow; `title` and `first` are those of `_laid_out`. Raises ValueError for another
+    format."""
+    rows, is_markdown = report.rows(by), format == "markdown"
+    if format == "csv":
+        return _csv_of(report, rows)
+    if format not in ("text", "markdown"):
+        return report.render(format)
+    style = "github" if is_markdown else "simple"
+    own = table(report, rows, by, style, indent=by == "module")
+    tables = [own, *(grid(each, style) for each in more)]
+    return _laid_out(report, tables, title=title, first=first, markdown=is_markdown)
 
 
-@draws(FORMATS, "markdown")
-def _markdown(report: Report) -> str:
-    return laid_out(report, [table(report, report.rows(), "class", "github")], markdown=True)
+for _format in ("text", "markdown", "csv"):
+    FORMATS[_format] = partial(grouped, format=_format)
 
 
-@draws(FORMATS, "csv")
-def _csv(report: Report) -> str:
-    return csv_of(report, report.rows())
-
-
-def csv_of(report: Report, rows: Iterable[Row]) -> str:
+def _csv_of(report: Report, rows: Iterable[Row]) -> str:
     """Each row says what ran as well, so that rows of several reports can stand in one file."""
     facts = {"mode": report.mode, **report.ran.flat()}
     return as_csv((*RAW_NAMES, *facts), ({**raw(row), **facts} for row in rows))

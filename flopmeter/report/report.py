@@ -1,4 +1,4 @@
-"""The report: groups timed kernels into rows and totals. Nothing before this stage groups anything."""
+"""The report: timed kernels, grouped into rows and totals. No earlier stage groups anything."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Report:
     memory: Memory
     causal: Literal["full", "exact"] = "full"
     assumptions: tuple[str, ...] = ()
-    caution: str = ""  # why the times may be of another run than the real one
+    caution: str = ""  # why the real run may be another than the one that was timed
     notes: tuple[str, ...] = ()  # what else the reader must know about the trace
     in_mode: Callable[..., Report] | None = None  # the same run in another mode, or changed: see flopmeter.metered_run
     cluster: Cluster | None = None  # the links that collectives use; None: none has several ranks
@@ -91,7 +91,7 @@ class Report:
 
     @cached_property
     def compiled(self) -> Report | None:
-        """An eager run as torch.compile would run it; None for other modes. Collectives stay where the program has
+        """An eager run as torch.compile would run it; None for other modes. Collectives stay where the program issues
         them, as inductor leaves them by default."""
         if self.mode != "eager" or self.in_mode is None or not self.timings:
             return None
@@ -118,7 +118,7 @@ class Report:
 
     @cached_property
     def executed_flops(self) -> int:
-        """What the device really executes: recomputation, but only the visible part of attention."""
+        """What the device really executes: recomputation included, and only the visible part of attention."""
         return sum(kernel.cost.executed_flops for kernel in self.kernels)
 
     @cached_property
@@ -215,8 +215,9 @@ class Report:
 
     @cached_property
     def _seen(self) -> list[tuple[Timing, float]]:
-        """Kernels, without collectives, and the share of each that the wall-clock shows: all of those of the computing
-        stream, and of others what lies in its gaps. Among ranks a gap is a wait for messages."""
+        """Kernels other than collectives, each with the share of its time that counts towards the wall-clock: all of a
+        kernel of the computing stream; of another stream's kernel the part in gaps of the computing stream. (Among
+        ranks a gap is a wait for messages.)"""
         seen = [(timing, 1.0) for timing in self._on_compute_stream]
         starts = [timing.start_seconds for timing, _ in seen]
         busy = [0.0, *accumulate(timing.seconds for timing, _ in seen)]
@@ -320,9 +321,8 @@ class Report:
 
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
-        """What the program could change, each change priced by the model; only what wins at least 3 % of the
-        wall-clock. What it does without need comes first where that wins at least 5 %, then the rest; in both, what
-        wins most."""
+        """What the program could change, each change priced by the time model; only what wins at least 3 % of the
+        wall-clock. Needless work that costs at least 5 % comes first, then all else, both by what they win."""
         return VIEWS["advice"](self)
 
     @cached_property
@@ -332,7 +332,7 @@ class Report:
 
     @cached_property
     def later_step_seconds(self) -> float | None:
-        """What a step takes in which the optimizer's states are there already; None if this one does not make them."""
+        """What a step takes once the optimizer's states exist; None if this step does not make them."""
         return VIEWS["later step"](self)
 
     @cached_property

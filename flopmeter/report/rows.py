@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -70,6 +71,12 @@ def shapes_of(specs: Sequence[TensorSpec]) -> str:
 
 
 OUTSIDE = "(outside of modules)"
+
+
+def as_one_layer(module: str) -> str:
+    """The path with a star for each number, so that all layers of a list have one: `GPT2.blocks.3.mlp` is
+    `GPT2.blocks.*.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", module) or OUTSIDE
 
 
 def _ancestors(kernel: Kernel) -> tuple[str, ...]:

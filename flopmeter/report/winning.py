@@ -1,4 +1,4 @@
-"""Where to win, in words: the advice of a report, then what holds time over its floor without a remedy."""
+"""Where to win, in words: the advice of a report, then the hot spots that no advice is about."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WhereToWin(NamedTuple):
     heading: str
     advice: list[Remedied]
     rest_heading: str
-    rest: list[str]  # what holds time over its floor without a remedy
+    rest: list[str]  # hot spots that no advice is about
 
 
 def where_to_win(report: Report) -> WhereToWin | None:
@@ -107,8 +107,8 @@ def _heading(report: Report) -> str:
 
 
 def _nearness(report: Report, floor: float) -> str:
-    """The floor that the run is near to. Compute or memory is only named if the run is near it, since kernels may reach
-    far less."""
+    """Which floor the run is near. That of compute or memory is named only where the run really is near it: kernels may
+    reach far less."""
     if report.regime in ("compute", "memory") and floor < NEAR_FLOOR * report.seconds:
         return f"near the floor of the kernels that there are, {report.regime}-bound but above that of the device"
     return f"near its floor, {_FLOORS[report.regime]}"

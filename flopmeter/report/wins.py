@@ -15,7 +15,8 @@ WAITS_FOR_LINK = "the computing stream waits for communication before it"
 
 
 class HotSpot(NamedTuple):
-    """Kernels of one op in one place, over the least time that their work can take. All of it is wall-clock."""
+    """The kernels of one op in one place, and their floor: the least time that their work can take. All times are
+    wall-clock."""
 
     what: str  # the op, and how often it is called
     where: str  # modules, and the source line if the trace has it
@@ -31,9 +32,9 @@ class HotSpot(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """A change of the program that the model itself has priced. All of it is wall-clock.
+    """A change to the program, which the time model has priced. All times are wall-clock.
 
-    `seconds_now - seconds_then` is what the whole run wins, also where the change helps other kernels than those of
+    `seconds_now - seconds_then` is what the whole run wins, even if the change also helps kernels other than those of
     `what`.
     """
 

@@ -1,9 +1,15 @@
-"""Processes that a script starts by spawn or forkserver: Pythons that import the script's main module anew, and with it
-the packages of CUDA kernels that it names at its top. They get the same shims."""
+"""Processes that a program starts: none of them is metered.
+
+Works around: a forked process (a worker of a DataLoader) inherits dispatch modes, and would record what nobody reads. A
+process that spawn or forkserver starts imports the script's main module afresh, and with it the packages of CUDA
+kernels that it names at its top: it needs the same shims.
+Until: dispatch modes end at a fork; for shims never.
+"""
 
 from __future__ import annotations
 
 import multiprocessing.spawn
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,9 +17,30 @@ from typing import Any
 
 from flopmeter.run.patches import Patch, applied
 from flopmeter.run.shims import importable
+from flopmeter.torch_names.private import no_dispatch_modes
 
 _ROOT = str(Path(__file__).parents[2])
-_until_the_process_ends = ExitStack()
+_open_runs = 0
+_until_the_process_ends = ExitStack()  # contexts of a child process, which are never left
+
+
+@contextmanager
+def forks_unmetered() -> Iterator[None]:
+    """In this context forked processes run without this process' dispatch modes."""
+    global _open_runs
+    _open_runs += 1
+    try:
+        yield
+    finally:
+        _open_runs -= 1
+
+
+def _leave_modes() -> None:
+    if _open_runs:
+        _until_the_process_ends.enter_context(no_dispatch_modes())
+
+
+os.register_at_fork(after_in_child=_leave_modes)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""The memory of the device while a program runs: PyTorch's caching allocator over the storages that the meter sees."""
+"""The memory of the device while a program runs: PyTorch's caching allocator over the storages that the meter sees, and
+what each step leaves there."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from flopmeter.device.hardware import Hardware
+from flopmeter.records import Trace
 from flopmeter.timing.allocator import CachingAllocator, OutOfMemoryError, round_up
 from flopmeter.timing.peak_memory import usable_bytes, usable_bytes_if_known
 from flopmeter.trace import streams
@@ -121,3 +123,25 @@ class DeviceMemory(StorageListener):
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"
+
+
+def grown_bytes(trace: Trace, step: range) -> int:
+    """What each step leaves behind, in bytes: made in it, alive when the step after the next one has ended. Of the two
+    steps before this one that which leaves less, since what is made once grows no more. Weights, their gradients and
+    what optimizers keep do not count."""
+    size = len(step)
+    return min(
+        _left(trace, range(step.start - back * size, step.start - (back - 1) * size), step.stop) for back in (1, 2)
+    )
+
+
+def _left(trace: Trace, made_in: range, end: int) -> int:
+    """What these ops made and is alive after op `end` - 1."""
+    return sum(
+        storage.nbytes
+        for storage in trace.storages
+        if storage.born in made_in
+        and storage.role is None
+        and storage.device == trace.device
+        and (storage.died is None or storage.died >= end)
+    )

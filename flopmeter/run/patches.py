@@ -1,4 +1,4 @@
-"""A patch of torch that a run with a device named cuda needs: what is replaced, by what, and why."""
+"""Patches of torch while a device named cuda is open: what is replaced, by what, and why."""
 
 from __future__ import annotations
 

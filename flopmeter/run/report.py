@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from flopmeter.ask.pipeline import Pipeline
-from flopmeter.report.formats import as_dict, csv_of, laid_out, table
+from flopmeter.report.formats import as_dict, grouped
 from flopmeter.report.quantities import figure, in_gb, in_ms
 from flopmeter.report.report import Report
 from flopmeter.report.rows import By
-from flopmeter.report.tables import Column, Table, grid
+from flopmeter.report.tables import Column, Table
 from flopmeter.run.step_parts import Parts
 
 TOLD_SPREAD = 1.05  # steps that differ by less are told as one
@@ -80,17 +80,8 @@ class RunReport:
         `Report.rows`). Raises ValueError for another format or grouping."""
         if format == "json":
             return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
-        rows = self.step.rows(by)
-        if format == "csv":
-            return csv_of(self.step, rows)
-        if format not in ("text", "markdown"):
-            return self.step.render(format)
-        is_markdown = format == "markdown"
-        style = "github" if is_markdown else "simple"
-        of_step = table(self.step, rows, by, style, indent=by == "module")
-        tables = [of_step, *(grid(each, style) for each in self._tables())]
         stages = [] if self.pipeline is None else [f"pipeline: {line}" for line in self.pipeline.lines]
-        return laid_out(self.step, tables, title=self.headline, first=stages, markdown=is_markdown)
+        return grouped(self.step, format, by, self._tables(), title=self.headline, first=stages)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the kernels themselves, in plain types and SI units."""

@@ -1,4 +1,4 @@
-"""One run: the device named cuda, a meter around the program, and the report of its steps."""
+"""One run of a script: the device named cuda, a meter around the program, and the report of its steps."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from flopmeter.records import DEFAULT_STREAM
 from flopmeter.records.collectives import COLLECTIVE_OPS
 from flopmeter.report.quantities import with_prefix
 from flopmeter.report.report import Report
-from flopmeter.run import child_processes, data, driver_tool, extensions, shims, text_kernels, values, world
+from flopmeter.run import child_processes, driver_tool, extensions, shims, text_kernels, values, world
 from flopmeter.run.clocks import HostClock
 from flopmeter.run.compiled import Tracing, jit
 from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
-from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
+from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory, grown_bytes
 from flopmeter.run.graph_pools import GraphPool
-from flopmeter.run.growth import grown_bytes
 from flopmeter.run.initial_values import InitialValues
 from flopmeter.run.own_code import imported_by_name
 from flopmeter.run.patches import Patch, applied
@@ -51,7 +50,7 @@ class Wishes:
 
     gpus: ranks in the world, of which this process is rank 0; gpus_per_node: of them on each node, as a launcher
         starts them; None: there is no launcher, and nodes are those of the device's default cluster.
-    steps: stop after that many; None: run to the end. marker: what ends a step (see steps.py).
+    steps: stop after that many; None: run to the end. marker: what marks the end of a step (see steps.py).
     on_out_of_memory: 'raise' as the device would, or 'report' and go on.
     strict_values: an unknown value that the program reads is an error, not a stand-in.
     mask_fraction: as for FlopMeter. mode: how to price; None: compiled where the program compiles, else eager.
@@ -144,8 +143,8 @@ class ScriptSession:
         return self.report_of(range(start, end)).seconds if end > start else 0.0
 
     def replay(self, ops: range, stream: int) -> None:
-        """The ops of a CUDA graph run again; they are one region, which the host launches at once, on the current
-        stream what was captured on `stream`."""
+        """The ops of a CUDA graph run again, as one region that the host launches at once. What was captured on
+        `stream` runs on the current one."""
         self._replays += 1
         trace, use, shift = self.meter.trace, self.meter.trace.stream_use, self.now() - ops.start
         moved = {stream: streams.current()}
@@ -192,7 +191,7 @@ class ScriptSession:
         undo.enter_context(warnings.catch_warnings())
         for message in _FALSE_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
-        undo.enter_context(data.forks_unmetered())
+        undo.enter_context(child_processes.forks_unmetered())
 
     def _name_device(self, undo: ExitStack) -> tuple[list[Patch], list[Patch]]:
         """Tensors, torch.cuda and files of weights know the device. Returns what undoes the patches that the compiler

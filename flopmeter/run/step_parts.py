@@ -1,4 +1,4 @@
-"""The parts of a run, told from the ops after which steps ended and from the calls of modules."""
+"""The parts of a run (setup, first step, steady step), found from where its steps ended and which modules it called."""
 
 from __future__ import annotations
 

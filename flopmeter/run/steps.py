@@ -1,22 +1,25 @@
 """Where a program's steps begin and end: setup, the first step, the steady step.
 
-A training step ends when an optimizer has stepped. With several optimizers the one that stepped first counts, so that
-each of them steps once in a step; others that step after it with no backward pass between end the same step. Everything
-from one end to the next belongs to the step: data, forward, backward, and what the program does with the loss.
-Everything before the first forward pass that records gradients is setup. In a program that updates its weights without
-torch's optimizers a step is the time from one call of the outermost module that it trains to the next; where it trains
-tensors of no module, from one backward() to the next. In inference it is a call of the outermost module, or of the
-compiled function outside of modules, that the program calls most often, or a replay of its CUDA graph, or of several in
-turn.
+What ends a step, the first of these that applies:
 
-A program that was told to stop after some number of steps and only infers stops too: after that many calls, and after
+- training: an optimizer has stepped. Of several optimizers the one that stepped first counts, so that each of them
+  steps once in a step; others that step after it, with no backward pass between, end the same step.
+- training without torch's optimizers: the next call of the outermost module that is trained begins; where the program
+  trains tensors of no module, backward() has returned.
+- inference: a replay of the program's CUDA graph, or of several in turn, has ended; else a call of the outermost module
+  (or of the compiled function outside of modules) that the program calls most often.
+
+Everything from one end to the next belongs to the step: data, forward, backward, and what the program does with the
+loss. Everything before the first forward pass that records gradients is setup.
+
+A program that was told to stop after some number of steps, and only infers, stops after that many calls, and after
 CALLS_WATCHED at least, so that what it calls now and then belongs to its rounds. While it may still train (it has made
-an optimizer, or its own code has words of training), it goes on, and after SECONDS_WITHOUT_WORD the user is told how to
-end it; so is one who waits as long between two steps.
+an optimizer, or its own code mentions training), it goes on, and after SECONDS_WITHOUT_WORD the user is told how to end
+it; likewise after as long a wait between two steps.
 
 Between two updates a program may also evaluate, every so many steps or at the end of an epoch: it calls what it trains
-in eval mode, with no backward pass, or a copy of it, as an average of its weights. The steady step is one without
-that, if there is one. What every step does, such as the rollouts of reinforcement learning, is a part of it.
+(or a copy, such as an average of its weights) in eval mode, with no backward pass. The steady step is one without an
+evaluation, if there is one. What every step does, such as the rollouts of reinforcement learning, is a part of it.
 """
 
 from __future__ import annotations

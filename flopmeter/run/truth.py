@@ -1,4 +1,4 @@
-"""What tensors on meta truly are while torch says that they are on the device named cuda, and which code is told so."""
+"""Whether a tensor really is on meta while torch says that it is on the device named cuda, and which code is told."""
 
 from __future__ import annotations
 

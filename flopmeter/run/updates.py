@@ -1,4 +1,4 @@
-"""Who updates the weights of a program: its optimizers, or its own code."""
+"""What updates the weights of a program: its optimizers, or its own code."""
 
 from __future__ import annotations
 

@@ -62,6 +62,12 @@ class Memory:
         """The first op at which the peak was reached; None for a program without ops."""
         return self.trace.ops[self._peak] if self.steps else None
 
+    @property
+    def peak_place(self) -> str:
+        """That op in words, such as 'gelu in GPT2.blocks.0.mlp (forward)'; '' for a program without ops."""
+        op = self.peak_op
+        return f"{op.call.name}{op.module and f' in {op.module}'} ({op.phase})" if op else ""
+
     @cached_property
     def at_peak(self) -> Mapping[Category, int]:
         """The bytes of each category at the peak; their sum is `peak_bytes`."""

@@ -60,21 +60,12 @@ NOP_NODE = _name("torch._inductor.scheduler", "NopKernelSchedulerNode", "which n
 _name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")
 IR = _name("torch._inductor.ir", "IRNode", "what a graph is lowered to")
 MEMORY_DEP = _name("torch._inductor.dependencies", "MemoryDep", "which elements a kernel reads")
-DEP_HASH = _name("torch._inductor.dependencies", "MemoryDep.__hash__", "kept, since it is asked for again and again")
-SET_MAKING = _name("torch.utils._ordered_set", "OrderedSet.__init__", "copies of the compiler's sets, without hashing")
-SET_UNION = _name("torch.utils._ordered_set", "OrderedSet.__or__", "the same, of their unions")
-SET_INTERSECTION = _name("torch.utils._ordered_set", "OrderedSet.__and__", "the same, of what they share")
-SET_DIFFERENCE = _name("torch.utils._ordered_set", "OrderedSet.__isub__", "the same, of what one has more")
-_name("torch.utils._ordered_set", "OrderedSet._dict", "what such a set holds")
-_name("torch.utils._ordered_set", "OrderedSet._from_dict", "a set of that")
 UPDATE_VALUES = _name(
     "torch._inductor.fx_utils", "FakeTensorUpdater.incremental_update", "which looks for nodes that were changed"
 )
 MORE_MEMORY = _name(
     "torch._inductor.scheduler", "Scheduler.can_fusion_increase_peak_memory", "which goes through all that kernels read"
 )
-ORIGINS = _name("torch._inductor.graph", "gather_origins", "which asks nothing of buffers in lists")
-IS_NAMED_TUPLE = _name("torch.utils._pytree", "is_namedtuple_class", "kept by class, since all trees ask for it")
 STAR_DEP = _name("torch._inductor.dependencies", "StarDep", "which buffers are listed whole")
 WEAK_DEP = _name("torch._inductor.dependencies", "WeakDep", "which dependencies are of order alone")
 VIRTUALIZED = _name("torch._inductor.virtualized", "V", "the compiler's own globals")

@@ -14,7 +14,7 @@ START, END = -1.0, math.inf  # places before and after all ops of a pass
 
 
 class Blocks(NamedTuple):
-    """Blocks of one microbatch. In the lists of the passes `n` takes block n and `~n` gives it back."""
+    """Blocks of one microbatch. In the lists of the passes, `n` allocates block n and `~n` frees it."""
 
     nbytes: tuple[int, ...] = ()
     forward: tuple[int, ...] = ()

@@ -1,9 +1,9 @@
 """A step of the whole world, put together from the costs of its layers.
 
-Each rank of the pipeline is a list of activities for the timeline's simulation (timing/concurrency.py): passes of
-layers, FSDP's gathers and scatters next to them, sums over replicas, and messages between stages. Approximations beside
-those of the timeline: a layer is one activity, whose demands are those of its kernels added up, and which does not end
-before the host has launched the last of them; ranks of one stage are alike; Adam's time is in proportion to the shard.
+Each rank of the pipeline is a list of activities, which timing/concurrency.py simulates: passes of layers, FSDP's
+gathers and scatters beside them, sums over replicas, and messages between stages. Approximations in addition to those
+of that simulation: a layer is one activity, whose demands are the sums of its kernels', and which does not end before
+the host has launched the last of them; ranks of one stage are alike; Adam's time is proportional to the shard.
 """
 
 from __future__ import annotations

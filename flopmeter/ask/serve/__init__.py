@@ -2,8 +2,8 @@
 
 language_config.py finds the model, tensor_parallel.py splits it over GPUs, decoder.py runs its steps with what a server
 adds (cache.py, paged_attention.py, linear_attention.py, engine.py). steps.py prices a step, formats.py with weights and
-caches in fewer bits. queue.py has the arithmetic of many requests, server.py what one device gives, slo.py the
-latencies to keep to; serving.py asks each device, rows.py is the answer and picture.py its picture.
+caches in fewer bits. queue.py has the arithmetic of many requests, server.py what one device gives;
+asked.py is what is asked of a server, serving.py asks each device, rows.py is the answer, picture.py its picture.
 """
 
 from flopmeter.ask.serve.cache import ServingError

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from flopmeter.ask.checks import check_share, check_whole
+from flopmeter.ask.checks import check_share, check_whole, is_positive
 from flopmeter.ask.serve.cache import ServingError
 from flopmeter.ask.serve.decoder import Decoder
 from flopmeter.ask.serve.formats import has_product
@@ -18,6 +18,38 @@ from flopmeter.device.hardware import Hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import Mode
 from flopmeter.report.quantities import counted, duration, figure, percent, with_prefix
+from flopmeter.report.rows import as_one_layer
+
+SLOS = ("ttft", "tpot")
+
+
+def read_slo(given: str | Mapping[str, float] | None) -> dict[str, float]:
+    """Seconds by 'ttft' and 'tpot', from 'ttft=500ms,tpot=0.03s' or a mapping. Raises ServingError for others."""
+    if given is None:
+        return {}
+    if not isinstance(given, str | Mapping):
+        raise ServingError(f"slo must be latencies such as 'ttft=500ms,tpot=30ms', not {given!r}")
+    pairs = given.items() if isinstance(given, Mapping) else (part.partition("=")[::2] for part in given.split(","))
+    found: dict[str, float] = {}
+    for name, value in pairs:
+        name = name.strip()
+        if name not in SLOS:
+            raise ServingError(f"unknown latency {name!r}; known: {', '.join(SLOS)} (as in ttft=500ms,tpot=30ms)")
+        if name in found:
+            raise ServingError(f"the latency {name} is given twice: give it once")
+        found[name] = _from_text(value) if isinstance(value, str) else value
+        if not is_positive(found[name]):
+            raise ServingError(f"a latency is a time such as 500ms or 0.5s, not {value!r}")
+    return found
+
+
+def _from_text(value: str) -> float:
+    """Seconds; NaN without a unit, since 500 may be s or ms."""
+    number, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value[:-1], 1.0)
+    try:
+        return float(number) * scale if value.endswith("s") else math.nan
+    except ValueError:
+        return math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +213,7 @@ MOST_NAMES = 6  # in a line
 
 def _of_all_layers(modules: Iterable[str]) -> str:
     """The names of modules, each once for all layers."""
-    names = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in modules))
+    names = list(dict.fromkeys(map(as_one_layer, modules)))
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 

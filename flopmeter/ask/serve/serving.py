@@ -7,12 +7,11 @@ from typing import Any, Literal
 
 from flopmeter.ask.checks import check_flags
 from flopmeter.ask.compare import checked_devices, checked_prices
-from flopmeter.ask.serve.asked import ServingPlan, check_draft, notes_of, title_of
+from flopmeter.ask.serve.asked import ServingPlan, check_draft, notes_of, read_slo, title_of
 from flopmeter.ask.serve.cache import CacheKind, ServingError
 from flopmeter.ask.serve.decoder import decoder
 from flopmeter.ask.serve.rows import Serving
 from flopmeter.ask.serve.server import Server
-from flopmeter.ask.serve.slo import read_slo
 from flopmeter.ask.serve.steps import StepModel
 from flopmeter.device.cluster import Cluster, load_cluster
 from flopmeter.device.hardware import AnyHardware, Hardware, HardwareError

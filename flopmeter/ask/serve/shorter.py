@@ -1,12 +1,12 @@
-"""Models with fewer layers, from whose steps that of a deep one follows.
+"""Models with fewer layers, from whose steps the step of a deep model is extrapolated: metering takes less time so.
 
-Most layers of a deep model repeat: all of them, or turns of several kinds, such as windows and full attention. Each
-more turn makes a step longer by the same, so that two short models tell the step of the deep one:
+Most layers of a deep model repeat: each of them, or a turn of several kinds, such as windowed and full attention. Every
+further turn makes a step longer by the same time, so that two short models give the step of the deep one:
 
     step of n + k turns = step of n + k (step of n + 1 - step of n)
 
-How many layers are a turn is seen in the kernels, since a compiler may treat equal layers unequally: inductor writes
-the sum that runs through all layers to memory after two of them, or after three where each adds more to it.
+How many layers make a turn is read from the kernels, since a compiler may treat equal layers unequally: inductor
+writes the residual sum to memory after two layers, or after three where each adds more to it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where to win: work that a program does without need, and other ways to run it, each priced by the model itself.
+"""Where to win: needless work in a program, and other ways to run it.
 
-A remedy (remedies.py) rewrites the trace (rewrite.py) or chooses another mode, and has the result priced as any other
-program. Each file has the remedies of one topic. spots.py says which kernels are above the least time of their work,
-and why.
+A remedy (remedies.py) rewrites the trace (rewrite.py) or chooses another mode, and has the result priced like any other
+program. Each file has the remedies of one topic. spots.py says which kernels take longer than the least time that their
+work can take, and why.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     recurrent_steps,
     tables,
     tokens,
-    uncompiled_flex,
     unread,
     widths,
 )
-from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything
+from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything, trace_of
 from flopmeter.report.advice.spots import Timed, floor_of, modules_and_lines, places_of, spot_of, timed, wall_clock
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.report import Report
@@ -43,12 +42,13 @@ from flopmeter.report.wins import LEAST_GAIN, MINOR_FAULT, WHOLE, Advice
 
 @draws(VIEWS, "advice")
 def advice_of(report: Report) -> tuple[Advice, ...]:
-    """The advice in the order in which to follow it. Faults come first: mending one costs nothing and helps however the
-    program runs later. Then come other ways to run the program, with minor faults among them, by what they win. A
-    larger batch comes last in each group, since a model learns differently with it."""
+    """The advice in the order in which to follow it. Faults come first: fixing one costs nothing, and helps in any
+    mode. Then come other ways to run the program, and minor faults, by what they win. A larger batch comes last in each
+    group, since it changes how a model learns."""
     if report.in_mode is None or not report.timings or not report.seconds:
         return ()
-    proposals = (proposal for remedy in REMEDIES for proposal in remedy(report))
+    trace = trace_of(report)
+    proposals = (proposal for remedy in REMEDIES for proposal in remedy(report, trace))
     found = [(each.times > 1, _advice(report, each)) for each in proposals if _is_about(each, report)]
     worth = [pair for pair in found if pair[1].gain_seconds >= LEAST_GAIN * report.seconds]
     worth.sort(key=lambda pair: (not _comes_first(pair[1], report), pair[0], -pair[1].gain_seconds))
@@ -79,7 +79,7 @@ def _advice(report: Report, proposal: Proposal) -> Advice:
     others = floor_of(pairs, report) - floor_of(group, report)
     seconds_then = now - gain
     return Advice(
-        what=proposal.what or _names(group, report),
+        what=proposal.what or (_count(report) if proposal.concerns is everything else _names(group, report)),
         where=proposal.where or (WHOLE if is_whole else modules_and_lines(kernel for kernel, _ in group)),
         seconds_now=now,
         floor_seconds=max(0.0, min(round(left - others, _PICO), seconds_then)),
@@ -90,6 +90,11 @@ def _advice(report: Report, proposal: Proposal) -> Advice:
         is_fault=proposal.is_fault,
         places=() if proposal.concerns is everything else places_of(group),
     )
+
+
+def _count(report: Report) -> str:
+    count = len(report.kernels)
+    return "the only kernel" if count == 1 else f"all {count} kernels"
 
 
 def _names(group: list[Timed], report: Report) -> str:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from flopmeter.records import Trace
-from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.remedies import Proposal, remedy, with_other_ops
 from flopmeter.report.advice.rewrite import is_view
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
@@ -16,15 +16,14 @@ _MOVES = (aten.mul, aten.mul_, aten.div, aten.div_, aten.copy_, aten.as_strided)
 
 
 @remedy
-def sums_of_each_batch(report: Report) -> Iterator[Proposal]:
+def sums_of_each_batch(report: Report, trace: Trace) -> Iterator[Proposal]:
     """DistributedDataParallel's buckets, which go over the links after each backward pass."""
     if report.cluster is None:
         return
-    trace = trace_of(report)
     dropped = {index for bucket, sums in _summed(trace) for index in _early(trace, bucket, sums)}
     if dropped:
         yield with_other_ops(
-            report, "all ranks sum the gradients after each batch, though an optimizer steps after several",
+            report, trace, "all ranks sum the gradients after each batch, though an optimizer steps after several",
             "DistributedDataParallel's no_sync() for all batches but the last before a step of the optimizer",
             dropped,
         )  # fmt: skip

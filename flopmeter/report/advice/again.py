@@ -15,43 +15,41 @@ from typing import Literal
 import torch
 
 from flopmeter.records import BEFORE, Call, Op, Storage, Trace
-from flopmeter.report.advice.remedies import Proposal, has_backward, of_ops, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, has_backward, of_ops, priced, remedy
 from flopmeter.report.advice.rewrite import PRODUCTS, is_view, with_ops
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 
 
 @remedy
-def computed_again(report: Report) -> Iterator[Proposal]:
-    trace = trace_of(report)
+def computed_again(report: Report, trace: Trace) -> Iterator[Proposal]:
     earlier = trace.earlier if has_backward(trace) or _goes_on(trace) else []
     again, kept = _again(trace, earlier)
     casts = {index for index in again if _casts_a_weight(trace, trace.ops[index])}
     if casts:
         narrow = {str(trace.ops[index].outputs[0].dtype) for index in casts}
         yield _without(
-            report, casts, "autocast casts weights that nothing updates in each step again",
+            report, trace, casts, "autocast casts weights that nothing updates in each step again",
             f"keep weights that are not trained in {' or '.join(sorted(narrow))}: .to() before the loop",
         )  # fmt: skip
     across = again & kept - casts
     if across:
         yield _without(
-            report, across, "computed from the same tensors in each step",
+            report, trace, across, "computed from the same tensors in each step",
             "compute it once and keep it, before the loop",
         )  # fmt: skip
     if within := again - across - casts:
         yield _without(
-            report, within, "computed from the same tensors more than once", "compute it once and hand it on",
+            report, trace, within, "computed from the same tensors more than once", "compute it once and hand it on",
         )  # fmt: skip
 
 
-def _without(report: Report, again: set[int], why: str, remedy: str) -> Proposal:
+def _without(report: Report, trace: Trace, again: set[int], why: str, remedy: str) -> Proposal:
     """Autograd records none of these: what follows from weights that are trained changes."""
-    trace = trace_of(report)
     then = with_ops(trace, again)
     pairs = zip(then.backward_passes, trace.backward_passes, strict=True)
     then = dataclasses.replace(then, backward_passes=[now._replace(nodes=before.nodes) for now, before in pairs])
-    return Proposal("", of_ops(trace, again), why, remedy, priced(report, then))
+    return Proposal(why, remedy, priced(report, then), of_ops(trace, again))
 
 
 def _casts_a_weight(trace: Trace, op: Op) -> bool:

@@ -24,13 +24,19 @@ from flopmeter.report.advice.found_attention import (
     Materialised,
     around,
     is_softmax,
-    makes_no_storage,
     uses_of,
 )
 from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of, dense, fused
 from flopmeter.report.advice.masks import bias_for_kernel
-from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import are_in_torch, in_templates, is_dense, with_ops, with_tensors
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy
+from flopmeter.report.advice.rewrite import (
+    are_in_torch,
+    in_templates,
+    is_dense,
+    makes_no_storage,
+    with_ops,
+    with_tensors,
+)
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 
@@ -42,19 +48,18 @@ _MakesFused = Callable[[Trace, Materialised, Hardware], dict[int, Op]]
 
 
 @remedy
-def materialised_attention(report: Report) -> Iterator[Proposal]:
+def materialised_attention(report: Report, trace: Trace) -> Iterator[Proposal]:
     """softmax(q @ k^T) @ v op by op."""
-    yield from _instead(report, _fused)
+    yield from _instead(report, trace, _fused)
 
 
 @remedy
-def materialised_attention_of_bent_scores(report: Report) -> Iterator[Proposal]:
+def materialised_attention_of_bent_scores(report: Report, trace: Trace) -> Iterator[Proposal]:
     """The same with a function on the scores, such as a soft cap."""
-    yield from _instead(report, _flexed)
+    yield from _instead(report, trace, _flexed)
 
 
-def _instead(report: Report, kernels: _MakesFused) -> Iterator[Proposal]:
-    trace = trace_of(report)
+def _instead(report: Report, trace: Trace, kernels: _MakesFused) -> Iterator[Proposal]:
     uses, change = uses_of(trace), _FusedInstead()
     has_it = in_templates(trace) if kernels is _flexed else ()
     for index, op in enumerate(trace.ops):
@@ -74,7 +79,7 @@ def _instead(report: Report, kernels: _MakesFused) -> Iterator[Proposal]:
         return
     concerns = of_ops(trace, change.dropped)
     then = priced(report, change.made(trace, uses))
-    yield Proposal(f"attention ×{len(change.found)}", concerns, change.why, change.remedy(kernels), then)
+    yield Proposal(change.why, change.remedy(kernels), then, concerns, f"attention ×{len(change.found)}")
 
 
 class _FusedInstead:

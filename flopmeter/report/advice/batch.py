@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from flopmeter.records import OF_WEIGHTS, Op, TensorSpec, Trace
-from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, priced, remedy
 from flopmeter.report.advice.rewrite import PRODUCTS, outermost, widened, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import usable_bytes_if_known
@@ -33,10 +33,9 @@ _SHAPES_DO_NOT_FIT = (AssertionError, ArithmeticError, LookupError, RuntimeError
 
 
 @remedy
-def larger_batch(report: Report) -> Iterator[Proposal]:
+def larger_batch(report: Report, trace: Trace) -> Iterator[Proposal]:
     """The batch is doubled until memory is full, or until twice the batch brings less than a tenth more per second."""
     usable = usable_bytes_if_known(report.hardware)
-    trace = trace_of(report)
     if usable is None or report.cluster is not None:
         return
     if any(op.call.groups and op.packet not in _PICK for op in trace.ops):  # lengths of sequences and experts' groups
@@ -52,7 +51,7 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
     why = "the work of one batch is too small for the device"
     remedy = f"{times} times the batch (times are of what is now one batch)"
     is_fault = report.kernel_seconds > FAULT * then.kernel_seconds / times
-    yield Proposal(all_kernels(report), everything, why, remedy, then, times, is_fault)
+    yield Proposal(why, remedy, then, times=times, is_fault=is_fault)
 
 
 def _most_per_second(report: Report, trace: Trace, most: int) -> tuple[int, Report]:

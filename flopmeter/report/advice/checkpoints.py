@@ -8,38 +8,31 @@ from collections.abc import Iterator
 from flopmeter.costs.data_movement.communication import message_peers
 from flopmeter.launch.checkpoints import detached_for
 from flopmeter.records import Storage, Trace
-from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.remedies import Proposal, remedy, room_for, with_other_ops
 from flopmeter.report.advice.spots import timed
-from flopmeter.report.quantities import with_prefix
 from flopmeter.report.report import Report
-from flopmeter.timing.peak_memory import usable_bytes_if_known
 
 
 @remedy
-def needless_recomputation(report: Report) -> Iterator[Proposal]:
+def needless_recomputation(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Checkpointing, although memory has room for the activations that it drops. It detaches each tensor that it saves
     and each that it gives back, which costs the host time."""
-    trace = trace_of(report)
     again = _of_checkpoints(trace)
-    usable = usable_bytes_if_known(report.hardware)
     ops = {id(trace.ops[index]) for index in again}
     recomputes = [kernel for kernel, _ in timed(report) if id(kernel.op) in ops]
-    if usable is None or not recomputes:  # views alone cost the device nothing
+    if not recomputes:  # views alone cost the device nothing
         return
     if 2 * sum(_of_the_backward_pass(report)) > len(recomputes):
         return
     gathers = any(kernel.cost.collective is not None for kernel in recomputes)  # for the backward pass too
     if gathers or message_peers(report.kernels):  # a pipeline has several microbatches under way
         return
-    needed = report.memory.steady_peak_bytes + _most_kept_bytes(trace, again)
-    if needed > usable:
-        return
-    room = f"at most {with_prefix(needed, 'B')} of {with_prefix(usable, 'B')} without"
-    yield with_other_ops(
-        report, f"the forward pass runs again, and memory has room: {room}",
-        "no checkpointing",
-        again.union(detached_for(trace, again)), about=again,
-    )  # fmt: skip
+    if room := room_for(report, _most_kept_bytes(trace, again)):
+        yield with_other_ops(
+            report, trace, f"the forward pass runs again, and memory has room: {room} without",
+            "no checkpointing",
+            again.union(detached_for(trace, again)), about=again,
+        )  # fmt: skip
 
 
 def _of_checkpoints(trace: Trace) -> set[int]:

@@ -15,8 +15,15 @@ import torch
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.memory_format import strides_of
-from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of, operands_of
-from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.fused_attention import (
+    Bias,
+    NoKernelError,
+    Operands,
+    backend_of,
+    is_fused_attention,
+    operands_of,
+)
+from flopmeter.report.advice.remedies import Proposal, remedy, with_other_ops
 from flopmeter.report.advice.rewrite import is_view, rebuilt
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
@@ -24,29 +31,27 @@ from flopmeter.torch_names.operators import aten
 _COPIES = (aten.clone, aten.copy_)
 _PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
 _REPEAT = (aten.unsqueeze, aten.expand, aten.view, aten._unsafe_view, aten.squeeze)
-_ATTENTION = "_scaled_dot_product_"
 
 
 @remedy
-def repeated_heads(report: Report) -> Iterator[Proposal]:
+def repeated_heads(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Keys and values that are repeated for each head of the queries that shares them."""
     yield from _read_through(
-        report, True, "keys and values are repeated in memory for all heads that share them",
+        report, trace, True, "keys and values are repeated in memory for all heads that share them",
         "scaled_dot_product_attention(..., enable_gqa=True) on the heads that there are",
     )  # fmt: skip
 
 
 @remedy
-def needless_copies(report: Report) -> Iterator[Proposal]:
+def needless_copies(report: Report, trace: Trace) -> Iterator[Proposal]:
     """`.contiguous()` and `.clone()` before kernels that take their operands as they lie."""
     yield from _read_through(
-        report, False, "copies of tensors that the kernels behind them could read where they are",
+        report, trace, False, "copies of tensors that the kernels behind them could read where they are",
         "no .contiguous() or .clone() there (where torch's own module makes them, one of your own)",
     )  # fmt: skip
 
 
-def _read_through(report: Report, of_heads: bool, why: str, remedy: str) -> Iterator[Proposal]:
-    trace = trace_of(report)
+def _read_through(report: Report, trace: Trace, of_heads: bool, why: str, remedy: str) -> Iterator[Proposal]:
     free = {index for index, op in enumerate(trace.ops) if op.phase != "backward" and _is_free_to_go(trace, op)}
     repeated = {index for index in free if _repeats(trace.ops[index].inputs[0])}
     shared = _walked(trace, report.hardware, repeated).shared & repeated if repeated else set[int]()
@@ -54,7 +59,7 @@ def _read_through(report: Report, of_heads: bool, why: str, remedy: str) -> Iter
     if walk.dropped:
         if of_heads:
             walk.dropped |= {place for index in walk.repeats for place in _views_around(trace, index)}
-        yield with_other_ops(report, why, remedy, walk.dropped, walk.put_in, about=walk.dropped)
+        yield with_other_ops(report, trace, why, remedy, walk.dropped, walk.put_in, about=walk.dropped)
 
 
 def _walked(trace: Trace, device: Hardware, wanted: set[int]) -> _ReadThrough:
@@ -187,7 +192,7 @@ class _ReadThrough:
 
     def _follow(self, index: int, op: Op, copy: int) -> bool:
         """Let an op read where its operands lie now. False if it cannot."""
-        if op.call.name.startswith(_ATTENTION):
+        if is_fused_attention(op):
             return self._attend(index, op, copy)
         if is_view(op):
             return True  # what reads it is asked
@@ -239,7 +244,7 @@ class _ReadThrough:
             backend = backend_of(qkv, self._device, is_causal=causal, dropout=dropout, bias=bias)
         except NoKernelError:
             return False
-        return call.name.startswith(_ATTENTION + backend)
+        return call.name.startswith(f"_scaled_dot_product_{backend}")
 
 
 def takes(op: Op, spec: TensorSpec) -> bool:

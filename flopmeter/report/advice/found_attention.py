@@ -8,11 +8,11 @@ or take their results.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.report.advice.rewrite import is_dense
+from flopmeter.report.advice.rewrite import is_dense, makes_no_storage
 from flopmeter.torch_names.operators import aten
 
 SOFTMAX = (aten._softmax, aten._safe_softmax)
@@ -138,9 +138,11 @@ def _writes(op: Op, storages: set[int]) -> bool:
     return any(spec.storage in storages for spec in op.outputs)
 
 
-def makes_no_storage(op: Op) -> bool:
-    """Whether all that it returns lies in what it was given: a view, or an op in place."""
-    return bool(op.outputs) and op.makes <= op.reads
+def reads_elsewhere(trace: Trace, uses: dict[int, list[int]], storage: int, within: Container[int]) -> bool:
+    """Whether an op other than those `within`, and the one that made the storage, does more than look at it."""
+    born = trace.storages[storage].born
+    others = (index for index in uses[storage] if index != born and index not in within)
+    return not all(makes_no_storage(trace.ops[index]) for index in others)
 
 
 def _copies_around(trace: Trace, uses: dict[int, list[int]], touched: set[int], scores: set[int]) -> set[int]:
@@ -174,8 +176,7 @@ def _copies_before(trace: Trace, uses: dict[int, list[int]], storage: int, withi
         born = trace.storages[storage].born
         if born < 0 or not _is_copy(trace.ops[born]):
             return chain
-        others = {index for index in uses[storage] if index != born and not makes_no_storage(trace.ops[index])}
-        if not others <= within | set(chain):
+        if reads_elsewhere(trace, uses, storage, within.union(chain)):
             return chain
         chain.append(born)
         storage = trace.ops[born].inputs[0].storage

@@ -7,17 +7,16 @@ from collections.abc import Collection, Iterator
 
 from flopmeter.records import BEFORE, Accumulation, Op, Trace
 from flopmeter.report.advice.gradients import fills_gradients
-from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy
 from flopmeter.report.advice.rewrite import is_view, with_ops
 from flopmeter.report.quantities import with_prefix
 from flopmeter.report.report import Report
 
 
 @remedy
-def gradients_of_frozen_weights(report: Report) -> Iterator[Proposal]:
+def gradients_of_frozen_weights(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Weights that get gradients, in a step that trains others. What a backward pass computes for them alone would not
     run if they asked for none."""
-    trace = trace_of(report)
     given = {each.leaf for each in trace.accumulations if trace.storages[each.leaf].role == "parameters"}
     left = given - _trained(trace)
     if left == given or report.cluster is not None:
@@ -25,14 +24,14 @@ def gradients_of_frozen_weights(report: Report) -> Iterator[Proposal]:
     if left:
         adds = {each.op for each in trace.accumulations if each.leaf in left}
         yield _without(
-            report, adds, left,
+            report, trace, adds, left,
             "of weights that the step does not train",
             "requires_grad_(False) for weights that are not trained",
         )  # fmt: skip
     unread = {each.op: each.leaf for each in _unread(trace) if each.leaf in given - left}
     if unread:
         yield _without(
-            report, unread.keys(), set(unread.values()),
+            report, trace, unread.keys(), set(unread.values()),
             "of weights, and cleared before anything reads them",
             "detach() before or behind them, requires_grad_(False) in that pass, or torch.autograd.grad(loss, inputs)",
         )  # fmt: skip
@@ -99,10 +98,9 @@ def _made(op: Op) -> set[int]:
     return op.makes.union(spec.storage for spec in op.written)
 
 
-def _without(report: Report, adds: Collection[int], leaves: set[int], why: str, remedy: str) -> Proposal:
+def _without(report: Report, trace: Trace, adds: Collection[int], leaves: set[int], why: str, remedy: str) -> Proposal:
     """The run without these additions to gradients, and what was computed for them alone. What autograd records goes
     with what it would have walked."""
-    trace = trace_of(report)
     needless, narrowed = _needless(trace, adds)
     walked = {index for index, op in enumerate(trace.ops) if op.phase == "backward" and not is_view(op)}
     share = len(walked - needless) / max(1, len(walked))
@@ -111,7 +109,7 @@ def _without(report: Report, adds: Collection[int], leaves: set[int], why: str, 
     then = dataclasses.replace(then, backward_passes=passes)
     size = with_prefix(sum(trace.storages[leaf].nbytes for leaf in leaves), "B")
     about = of_ops(trace, needless | narrowed.keys())
-    return Proposal("", about, f"gradients are computed of {size} {why}", remedy, priced(report, then))
+    return Proposal(f"gradients are computed of {size} {why}", remedy, priced(report, then), about)
 
 
 def _needless(trace: Trace, adds: Collection[int]) -> tuple[set[int], dict[int, Op]]:

@@ -19,6 +19,7 @@ from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.torch_names.operators import aten_overloads
 
 Operands = tuple[TensorSpec, TensorSpec, TensorSpec]
+_FUSED = "_scaled_dot_product_"  # in front of the backend in the names of torch's operators
 
 
 class NoKernelError(Exception):
@@ -63,12 +64,17 @@ def fused(
     specs, results = read if bias is None else (*read, bias.spec), tuple[TensorSpec, ...](made)
     if is_backward and bias is not None and bias.gradient is not None:
         results += (bias.gradient,)
-    name = f"_scaled_dot_product_{backend}_attention{'_backward' if is_backward else ''}"
+    name = f"{_FUSED}{backend}_attention{'_backward' if is_backward else ''}"
     func = getattr(aten_overloads, name).default
     settings: dict[str, Any] = {"dropout_p": dropout, "is_causal": is_causal}
     if bias is not None:
         settings["attn_bias"] = bias.spec
     return in_place_of(op, func, read, settings, specs, results)
+
+
+def is_fused_attention(op: Op) -> bool:
+    """Whether it is one of torch's fused kernels, forward or backward."""
+    return op.call.name.startswith(_FUSED)
 
 
 def operands_of(op: Op) -> Operands:
@@ -86,7 +92,7 @@ def by_chosen_kernel(op: Op, device: Hardware, *, is_causal: bool) -> Op | None:
     except NoKernelError:
         return None
     end = "_backward" if call.name.endswith("_backward") else ""
-    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention{end}").default
+    func = getattr(aten_overloads, f"{_FUSED}{backend}_attention{end}").default
     mask, settings = call.get("attn_bias"), {"dropout_p": dropout, "is_causal": is_causal}
     inputs = tuple(spec for spec in call.inputs if spec is not mask)
     return op._replace(call=dataclasses.replace(call, func=func, args=inputs, inputs=inputs, kwargs=settings))

@@ -10,11 +10,8 @@ from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.passes import backward_passes, grown_in, read_in
 from flopmeter.report.advice.remedies import (
     Proposal,
-    all_kernels,
-    everything,
     priced,
     remedy,
-    trace_of,
     with_other_ops,
 )
 from flopmeter.report.advice.rewrite import in_place_of, is_view
@@ -24,14 +21,13 @@ from flopmeter.torch_names.operators import aten, aten_overloads
 
 
 @remedy
-def filled_gradients(report: Report) -> Iterator[Proposal]:
+def filled_gradients(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Gradients that are filled with zeros, to which the backward pass then adds."""
-    trace = trace_of(report)
     fills = {index for index, op in enumerate(trace.ops) if fills_gradients(trace, op)}
     takes = _taken(trace, set().union(*(trace.ops[index].reads for index in fills)), fills)
     if takes and report.cluster is None:
         yield with_other_ops(
-            report, "they are filled with zeros, then read and added to",
+            report, trace, "they are filled with zeros, then read and added to",
             "zero_grad(set_to_none=True)",
             fills, takes, what="gradients",
         )  # fmt: skip
@@ -62,15 +58,13 @@ def fills_gradients(trace: Trace, op: Op) -> bool:
 
 
 @remedy
-def recorded_for_nothing(report: Report) -> Iterator[Proposal]:
+def recorded_for_nothing(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Inference outside of `torch.no_grad()`."""
-    trace = trace_of(report)
     nodes = sum(end.nodes for end in trace.forward_ends)
     if not nodes or any(op.phase == "backward" for op in (*trace.earlier, *trace.ops)):
         return
     without = dataclasses.replace(trace, forward_ends=[end._replace(nodes=0) for end in trace.forward_ends])
     yield Proposal(
-        all_kernels(report), everything,
         f"autograd records {counted(nodes, 'node')} for a backward pass that does not come, and keeps what they read",
         "torch.inference_mode() around it, if nothing is trained",
         priced(report, without),
@@ -78,9 +72,8 @@ def recorded_for_nothing(report: Report) -> Iterator[Proposal]:
 
 
 @remedy
-def graphs_walked_twice(report: Report) -> Iterator[Proposal]:
+def graphs_walked_twice(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Backward passes of several losses through one graph (`retain_graph=True`): what they share runs for each."""
-    trace = trace_of(report)
     passes = backward_passes(trace)
     activations = _activations(trace) if len(passes) > 1 else set()
     dropped, put_in = set[int](), dict[int, Op]()
@@ -101,7 +94,7 @@ def graphs_walked_twice(report: Report) -> Iterator[Proposal]:
     put_in |= _taken(trace, gradients, dropped)
     if put_in:
         yield with_other_ops(
-            report, "backward() of several losses walks through what they share again and again",
+            report, trace, "backward() of several losses walks through what they share again and again",
             "one backward() of the sum of the losses, without retain_graph=True",
             dropped, put_in, about=dropped,
         )  # fmt: skip

@@ -6,19 +6,18 @@ from collections.abc import Iterator
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.copies import Whereabouts, takes
-from flopmeter.report.advice.remedies import Proposal, has_backward, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.fused_attention import is_fused_attention
+from flopmeter.report.advice.remedies import Proposal, has_backward, remedy, with_other_ops
 from flopmeter.report.advice.rewrite import in_place_of, is_view, rebuilt
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
 LEAST_STEPS = 3
-_ATTENTION = "_scaled_dot_product_"
 
 
 @remedy
-def grown_by_cat(report: Report) -> Iterator[Proposal]:
+def grown_by_cat(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Tensors that each step grows by `torch.cat`. Not in training, where the backward pass reads each of them."""
-    trace = trace_of(report)
     if has_backward(trace):
         return
     chains = _chains(trace)
@@ -35,7 +34,7 @@ def grown_by_cat(report: Report) -> Iterator[Proposal]:
     }
     if cats:
         yield with_other_ops(
-            report, "each step copies all that the steps before made",
+            report, trace, "each step copies all that the steps before made",
             "write each step's part into memory for all of them (a static cache), in place of torch.cat",
             (), put_in, put_before={index: _views(trace.ops[index], places) for index in cats}, about=cats,
         )  # fmt: skip
@@ -77,9 +76,7 @@ def _needed(trace: Trace, places: dict[int, Whereabouts]) -> set[int]:
             if (place := places.get(spec.storage)) is None:
                 continue
             now = place.of(spec)
-            is_taken = now is not None and (
-                now.stride == spec.stride or op.call.name.startswith(_ATTENTION) or takes(op, now)
-            )
+            is_taken = now is not None and (now.stride == spec.stride or is_fused_attention(op) or takes(op, now))
             if not is_taken or op.call.func._schema.is_mutable:
                 found.add(spec.storage)
     return found

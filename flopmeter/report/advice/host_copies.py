@@ -8,70 +8,63 @@ import dataclasses
 from collections.abc import Iterator
 
 from flopmeter.records import Kernel, Op, Trace
-from flopmeter.report.advice.remedies import Proposal, everything, priced, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.remedies import Proposal, priced, remedy, room_for, with_other_ops
 from flopmeter.report.advice.rewrite import with_ops
 from flopmeter.report.advice.sent import brought_again, ends_of, results_sent, values_read
 from flopmeter.report.advice.spots import modules_and_lines
 from flopmeter.report.quantities import counted, with_prefix
 from flopmeter.report.report import Report
-from flopmeter.timing.peak_memory import usable_bytes_if_known
 
 
 @remedy
-def copies_to_host(report: Report) -> Iterator[Proposal]:
+def copies_to_host(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Whole tensors that go to the host, which most programs read for a few figures."""
-    trace = trace_of(report)
     sends = results_sent(trace) - values_read(trace) - brought_again(trace)[1]
     by_op = {id(trace.ops[index]) for index in sends}
     copies = [kernel for kernel in report.kernels if kernel.cost.link_bytes and id(kernel.op) in by_op]
     if copies:
         sent = with_prefix(sum(kernel.cost.link_bytes for kernel in copies), "B")
         yield with_other_ops(
-            report, f"{sent} go to the host, over a link that is slower than the device's memory",
+            report, trace, f"{sent} go to the host, over a link that is slower than the device's memory",
             "make it smaller on the device first (argmax, a mean), or send it less often",
             sends,
         )  # fmt: skip
 
 
 @remedy
-def blocking_copies(report: Report) -> Iterator[Proposal]:
+def blocking_copies(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Copies to the device from memory that is not pinned: the host copies it first, or waits until they are done.
     Outside of modules they are batches; in a module it is a tensor made on the host, or weights that wait there."""
-    trace = trace_of(report)
     copies = [kernel for kernel in report.kernels if _is_blocking_copy(kernel, trace.device)]
     outside = [kernel for kernel in copies if not kernel.op.module]
-    yield from _not_waiting(report, outside, "DataLoader(pin_memory=True) and .to(device, non_blocking=True)")
+    yield from _not_waiting(report, trace, outside, "DataLoader(pin_memory=True) and .to(device, non_blocking=True)")
     again = {id(trace.ops[index]) for index in brought_again(trace)[0]}
     inside = [kernel for kernel in copies if kernel.op.module]
     made = [kernel for kernel in inside if id(kernel.op) not in again]
-    yield from _not_waiting(report, made, "the tensor made on the device, or moved there once, outside of forward")
+    yield from _not_waiting(
+        report, trace, made, "the tensor made on the device, or moved there once, outside of forward"
+    )
     waiting = [kernel for kernel in inside if id(kernel.op) in again]
-    yield from _not_waiting(report, waiting, "their memory pinned, and .to(device, non_blocking=True)")
+    yield from _not_waiting(report, trace, waiting, "their memory pinned, and .to(device, non_blocking=True)")
 
 
 @remedy
-def weights_on_the_host(report: Report) -> Iterator[Proposal]:
+def weights_on_the_host(report: Report, trace: Trace) -> Iterator[Proposal]:
     """What comes from the host whenever its module runs, as by the CPU offload of accelerate and diffusers, although
     the device has room for it."""
-    trace, usable = trace_of(report), usable_bytes_if_known(report.hardware)
     brought, returned = brought_again(trace)
-    if usable is None or not brought:
-        return
     sources = {ends_of(trace.ops[index])[0]: _bytes(trace.ops[index]) for index in brought}
-    needed = report.memory.steady_peak_bytes + sum(sources.values())
-    if needed > usable:
-        return
-    again, back = with_prefix(sum(sources.values()), "B"), " and go back" if returned else ""
-    yield with_other_ops(
-        report, f"{again} come from the host again{back}, and memory has room: at most {with_prefix(needed, 'B')} of "
-        f"{with_prefix(usable, 'B')}",
-        "moved to the device once, outside of forward (weights: no CPU offload)",
-        {*brought, *returned},
-    )  # fmt: skip
+    nbytes = sum(sources.values())
+    if brought and (room := room_for(report, nbytes)):
+        back = " and go back" if returned else ""
+        yield with_other_ops(
+            report, trace, f"{with_prefix(nbytes, 'B')} come from the host again{back}, and memory has room: {room}",
+            "moved to the device once, outside of forward (weights: no CPU offload)",
+            {*brought, *returned},
+        )  # fmt: skip
 
 
-def _not_waiting(report: Report, copies: list[Kernel], remedy: str) -> Iterator[Proposal]:
-    trace = trace_of(report)
+def _not_waiting(report: Report, trace: Trace, copies: list[Kernel], remedy: str) -> Iterator[Proposal]:
     blocking = {id(kernel.op) for kernel in copies}
     if not blocking:
         return
@@ -79,9 +72,8 @@ def _not_waiting(report: Report, copies: list[Kernel], remedy: str) -> Iterator[
     waits = any(kernel.cost.blocks_host for kernel in copies)
     why = "the host waits for each copy to be done" if waits else "the host copies to pinned memory first"
     yield Proposal(
-        f"all that the host sends after {counted(len(copies), 'copy', 'copies')}", everything,
-        why, remedy, priced(report, with_ops(trace, (), put_in)),
-        where=modules_and_lines(copies),
+        why, remedy, priced(report, with_ops(trace, (), put_in)), where=modules_and_lines(copies),
+        what=f"all that the host sends after {counted(len(copies), 'copy', 'copies')}",
     )  # fmt: skip
 
 
@@ -102,21 +94,16 @@ def _without_waiting(op: Op) -> Op:
 
 
 @remedy
-def needless_offload(report: Report) -> Iterator[Proposal]:
+def needless_offload(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Activations that are sent to the host although the device has room for them."""
-    trace, usable = trace_of(report), usable_bytes_if_known(report.hardware)
     sent, returned = _there_and_back(trace)
-    if usable is None or not sent:
-        return
-    needed = report.memory.steady_peak_bytes + _most_on_host(trace, sent, returned)
-    if needed > usable:
-        return
-    both = with_prefix(sum(map(_bytes, (trace.ops[index] for index in {*sent, *returned}))), "B")
-    yield with_other_ops(
-        report, f"{both} go to the host and back, and memory has room: at most {with_prefix(needed, 'B')} of "
-        f"{with_prefix(usable, 'B')} without", "what the backward pass needs stays on the device (no save_on_cpu)",
-        {*sent, *returned},
-    )  # fmt: skip
+    if sent and (room := room_for(report, _most_on_host(trace, sent, returned))):
+        both = with_prefix(sum(map(_bytes, (trace.ops[index] for index in {*sent, *returned}))), "B")
+        yield with_other_ops(
+            report, trace, f"{both} go to the host and back, and memory has room: {room} without",
+            "what the backward pass needs stays on the device (no save_on_cpu)",
+            {*sent, *returned},
+        )  # fmt: skip
 
 
 def _there_and_back(trace: Trace) -> tuple[dict[int, int], dict[int, int]]:

@@ -10,7 +10,7 @@ import torch
 from flopmeter.costs.host_work import runs_on
 from flopmeter.records import Kernel, Trace
 from flopmeter.report.advice.number_types import narrow_type
-from flopmeter.report.advice.remedies import Proposal, everything, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, priced, remedy
 from flopmeter.report.advice.rewrite import with_ops
 from flopmeter.report.advice.sent import made_for_copies, values_read
 from flopmeter.report.advice.spots import modules_and_lines, modules_and_lines_of
@@ -20,9 +20,8 @@ from flopmeter.torch_names.operators import aten
 
 
 @remedy
-def waits_for_values(report: Report) -> Iterator[Proposal]:
+def waits_for_values(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Calls such as `.item()`, which stop the host until the device is done."""
-    trace = trace_of(report)
     asks = {id(trace.ops[index]) for index in values_read(trace)}
     reads = [kernel for kernel in report.kernels if id(kernel.op) in asks and kernel.cost.blocks_host]
     flags, anomalies = _flags_of_scalers(trace), _results_of_checks(trace)
@@ -30,23 +29,22 @@ def waits_for_values(report: Report) -> Iterator[Proposal]:
     by_program = [kernel for kernel in reads if (flags | anomalies).isdisjoint(kernel.op.storages)]
     is_bf16 = narrow_type(report.hardware) is torch.bfloat16
     yield from _without(
-        report, by_program, "keep the values on the device, or read them once in many steps",
+        report, trace, by_program, "keep the values on the device, or read them once in many steps",
         "until the device is done (.item(), float(), .cpu(), print, if)",
     )  # fmt: skip
     yield from _without(
-        report, by_scaler, "bfloat16, which needs no GradScaler" if is_bf16 else "the optimizer's fused=True",
+        report, trace, by_scaler, "bfloat16, which needs no GradScaler" if is_bf16 else "the optimizer's fused=True",
         "until GradScaler knows whether a gradient overflowed",
     )  # fmt: skip
 
 
-def _without(report: Report, reads: list[Kernel], remedy: str, why: str) -> Iterator[Proposal]:
+def _without(report: Report, trace: Trace, reads: list[Kernel], remedy: str, why: str) -> Iterator[Proposal]:
     of_device = {id(kernel.op) for kernel in reads}  # to read a tensor of the host stops nobody
-    trace = trace_of(report)
     asks = {index for index, op in enumerate(trace.ops) if id(op) in of_device}
     if asks:
         yield Proposal(
-            f"all that the host sends after {counted(len(reads), 'read')} of a value", everything,
             f"the host stops {counted(len(asks), 'time')} {why}", remedy, priced(report, with_ops(trace, asks)),
+            what=f"all that the host sends after {counted(len(reads), 'read')} of a value",
             where=modules_and_lines(reads),
         )  # fmt: skip
 
@@ -59,25 +57,23 @@ def _flags_of_scalers(trace: Trace) -> set[int]:
 
 
 @remedy
-def waits_for_the_device(report: Report) -> Iterator[Proposal]:
+def waits_for_the_device(report: Report, trace: Trace) -> Iterator[Proposal]:
     """torch.cuda.synchronize() and its kin, as they stand around a program's own clock."""
-    trace = trace_of(report)
     waits = len(trace.stream_use.host_waits)
     if waits:
         use = dataclasses.replace(trace.stream_use, host_waits=[])
         yield Proposal(
-            f"all that the host sends after {counted(waits, 'call')} of synchronize()", everything,
             f"the host stops {counted(waits, 'time')} until the device is done",
             "no torch.cuda.synchronize() in the loop, but to measure",
             priced(report, dataclasses.replace(trace, stream_use=use)),
+            what=f"all that the host sends after {counted(waits, 'call')} of synchronize()",
         )  # fmt: skip
 
 
 @remedy
-def checks_for_anomalies(report: Report) -> Iterator[Proposal]:
+def checks_for_anomalies(report: Report, trace: Trace) -> Iterator[Proposal]:
     """torch.autograd.set_detect_anomaly(True), under which the backward pass looks for NaN in each gradient and reads
     whether there is one (torch/csrc/autograd/engine.cpp)."""
-    trace = trace_of(report)
     found = _results_of_checks(trace)
     reads = [index for index in values_read(trace) if not found.isdisjoint(trace.ops[index].storages)]
     looks = {index for index, op in enumerate(trace.ops) if not found.isdisjoint(op.makes)}
@@ -85,10 +81,10 @@ def checks_for_anomalies(report: Report) -> Iterator[Proposal]:
     looks |= {index for index, op in enumerate(trace.ops) if op.packet is aten.isnan and op.makes <= looked_at}
     if reads:
         yield Proposal(
-            f"all that the host sends after {counted(len(reads), 'look')} for NaN in a gradient", everything,
             "the host stops after each until the device is done",
             "torch.autograd.set_detect_anomaly(False), but to find a fault",
             priced(report, with_ops(trace, looks.union(reads))),
+            what=f"all that the host sends after {counted(len(reads), 'look')} for NaN in a gradient",
             where=modules_and_lines_of(trace.ops[index] for index in reads),
         )  # fmt: skip
 
@@ -99,10 +95,9 @@ def _results_of_checks(trace: Trace) -> set[int]:
 
 
 @remedy
-def ops_between_on_the_host(report: Report) -> Iterator[Proposal]:
+def ops_between_on_the_host(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Ops on tensors of the host, outside of modules: each takes the time of a call from the device. A batch goes to
     the device afterwards; other programs work out figures of their own there, as schedulers of diffusion do."""
-    trace = trace_of(report)
     own = {
         index
         for index, op in enumerate(trace.ops)
@@ -115,7 +110,7 @@ def ops_between_on_the_host(report: Report) -> Iterator[Proposal]:
     ):
         if ops:
             yield Proposal(
-                f"all that the host sends after {counted(len(ops), 'op')} on tensors of its own", everything,
-                "the host runs them one after the other", how,
-                priced(report, with_ops(trace, ops)), where=modules_and_lines_of(trace.ops[index] for index in ops),
+                "the host runs them one after the other", how, priced(report, with_ops(trace, ops)),
+                what=f"all that the host sends after {counted(len(ops), 'op')} on tensors of its own",
+                where=modules_and_lines_of(trace.ops[index] for index in ops),
             )  # fmt: skip

@@ -9,14 +9,14 @@ import torch
 
 from flopmeter.records import ConvolutionWork, Op, TensorSpec, Trace
 from flopmeter.records.memory_format import dense_strides, is_dense
-from flopmeter.report.advice.remedies import Proposal, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, priced, remedy
 from flopmeter.report.advice.rewrite import in_place_of, is_view, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten_overloads
 
 
 @remedy
-def channels_last(report: Report) -> Iterator[Proposal]:
+def channels_last(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Convolutions on NCHW tensors on matrix units, and all other ops on the same tensors."""
     works = ((kernel.cost, kernel.cost.work) for kernel in report.kernels)
     of_images = [(cost, work.shape) for cost, work in works if isinstance(work, ConvolutionWork)]
@@ -27,7 +27,6 @@ def channels_last(report: Report) -> Iterator[Proposal]:
     }
     if not any(report.hardware.contraction_peak(name).unit == "matrix" for name in nchw):
         return
-    trace = trace_of(report)
     shapes = _images(trace)
     images = shapes.keys() - _regrouped(trace, shapes)
 
@@ -44,10 +43,10 @@ def channels_last(report: Report) -> Iterator[Proposal]:
     for index, spec in _viewed(trace, images):
         copies[index].append(_copy(trace.ops[index], converted(spec, spec.shape), spec, torch.contiguous_format))
     yield Proposal(
-        "convolutions and what is between them", lambda kernel: any(number in images for number in kernel.op.storages),
         "images lie as NCHW; matrix units take NHWC, and copies turn them",
         "model.to(memory_format=torch.channels_last), and the images",
         priced(report, with_ops(then, (), put_before=copies)),
+        lambda kernel: any(number in images for number in kernel.op.storages), "convolutions and what is between them",
     )  # fmt: skip
 
 

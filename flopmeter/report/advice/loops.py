@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.batch import is_proportional, priced_if_it_fits
-from flopmeter.report.advice.remedies import Proposal, has_backward, of_ops, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, has_backward, of_ops, remedy
 from flopmeter.report.advice.rewrite import PRODUCTS, in_place_of, is_view, rebuilt, widened, with_ops
 from flopmeter.report.advice.turns import LoopTurns, differing, loops_of, own_weights
 from flopmeter.report.report import Report
@@ -26,11 +26,10 @@ _SIDE_BY_SIDE = "one wider layer, or weights stacked for one batched or grouped 
 
 
 @remedy
-def turns_one_by_one(report: Report) -> Iterator[Proposal]:
+def turns_one_by_one(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Turns of a loop that could be one, as a batch or with weights side by side."""
     if report.cluster is not None:
         return
-    trace = trace_of(report)
     multiplying = {id(op) for kernel in report.kernels if kernel.cost.macs for op in kernel.ops}
     by_remedy = defaultdict[str, list[_AtOnce]](list)
     loops = loops_of(trace)
@@ -41,12 +40,12 @@ def turns_one_by_one(report: Report) -> Iterator[Proposal]:
             what_to_do = _SIDE_BY_SIDE if has_own_weights else _AS_A_BATCH
             by_remedy[what_to_do].append(_AtOnce(trace, loop, _until(trace, loop, loops)))
     for what_to_do, found in by_remedy.items():
-        then = _run_at_once(report, found)
+        then = _run_at_once(report, trace, found)
         if then is not None:
             changed = set().union(*(each.dropped.union(each.put_in) for each in found))
             turns = max(len(each.loop.turns) for each in found)
             why = f"{turns} turns of a loop that do not depend on each other run one after the other"
-            yield Proposal("", of_ops(trace, changed), why, what_to_do, then)
+            yield Proposal(why, what_to_do, then, of_ops(trace, changed))
 
 
 def _until(trace: Trace, loop: LoopTurns, loops: Sequence[LoopTurns]) -> int:
@@ -63,9 +62,8 @@ def _is_of_batches(trace: Trace, loop: LoopTurns) -> bool:
     return not has_backward(trace) and any(end.op in within for end in trace.forward_ends)
 
 
-def _run_at_once(report: Report, loops: Sequence[_AtOnce]) -> Report | None:
+def _run_at_once(report: Report, trace: Trace, loops: Sequence[_AtOnce]) -> Report | None:
     """The run with one turn of each loop; None where it does not fit, or is not the same work by its FLOPs."""
-    trace = trace_of(report)
     dropped = set().union(*(each.dropped for each in loops))
     put_in = {index: op for each in loops for index, op in each.put_in.items()}
     waits = [op for op in trace.stream_use.host_waits if op not in dropped]

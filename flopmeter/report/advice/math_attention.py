@@ -15,10 +15,17 @@ import torch
 from flopmeter.costs.access import HALVES
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.attention import ends, makers_of_masks, results, views_of_nothing
-from flopmeter.report.advice.found_attention import PRODUCTS, Materialised, around, makes_no_storage, uses_of
+from flopmeter.report.advice.found_attention import PRODUCTS, Materialised, around, reads_elsewhere, uses_of
 from flopmeter.report.advice.fused_attention import Bias, dense, fused
-from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import Mark, are_in_torch, in_templates, with_ops, with_tensors
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy
+from flopmeter.report.advice.rewrite import (
+    Mark,
+    are_in_torch,
+    in_templates,
+    makes_no_storage,
+    with_ops,
+    with_tensors,
+)
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import Unfused
 from flopmeter.torch_names.operators import aten
@@ -34,21 +41,21 @@ class _MathPath(NamedTuple):
 
 
 @remedy
-def attention_that_no_kernel_takes(report: Report) -> Iterator[Proposal]:
+def attention_that_no_kernel_takes(report: Report, trace: Trace) -> Iterator[Proposal]:
     """A call of scaled_dot_product_attention that could run as one kernel, and does not."""
-    trace = trace_of(report)
     by_cause = defaultdict[tuple[str, str], list[_MathPath]](list)
-    for path in math_paths(report):
+    for path in math_paths(trace, report.unfused):
         if path.call is not None:
             by_cause[path.call.why, path.call.remedy].append(path)
     for cause, paths in by_cause.items():
         put_in = {place: op for path in paths for place, op in _fused(trace, path).items()}
         if are_in_torch(put_in.values()):
-            yield _proposal(report, *cause, paths, put_in)
+            yield _proposal(report, trace, *cause, paths, put_in)
 
 
-def _proposal(report: Report, why: str, change: str, paths: list[_MathPath], put_in: dict[int, Op]) -> Proposal:
-    trace = trace_of(report)
+def _proposal(
+    report: Report, trace: Trace, why: str, change: str, paths: list[_MathPath], put_in: dict[int, Op]
+) -> Proposal:
     uses, dropped = uses_of(trace), set[int]().union(*(path.ops for path in paths))
     gradients = {number: path.call for path in paths for number in path.gradients}
     concerns = of_ops(trace, dropped)
@@ -57,8 +64,8 @@ def _proposal(report: Report, why: str, change: str, paths: list[_MathPath], put
     dropped |= views_of_nothing(trace, uses, dropped, put_in)
     then = with_tensors(with_ops(trace, dropped, put_in), _as_operand, gradients.get)
     return Proposal(
-        f"attention ×{len(paths)}", concerns, f"scaled_dot_product_attention runs op by op (its math path): {why}",
-        change, priced(report, then),
+        f"scaled_dot_product_attention runs op by op (its math path): {why}", change, priced(report, then), concerns,
+        f"attention ×{len(paths)}",
     )  # fmt: skip
 
 
@@ -75,9 +82,8 @@ def _as_operand(spec: TensorSpec, call: Mark) -> TensorSpec:
     return spec._replace(stride=tuple(stride))
 
 
-def math_paths(report: Report) -> Iterator[_MathPath]:
+def math_paths(trace: Trace, calls: tuple[Unfused, ...]) -> Iterator[_MathPath]:
     """The calls that the program made of SDPA's math path: only that runs this softmax."""
-    trace = trace_of(report)
     inside, uses = in_templates(trace), None
     for index, op in enumerate(trace.ops):
         if op.packet is not aten._safe_softmax or op.phase not in ("forward", "recompute") or index in inside:
@@ -85,7 +91,7 @@ def math_paths(report: Report) -> Iterator[_MathPath]:
         uses = uses_of(trace) if uses is None else uses
         attention = around(trace, uses, index)
         if attention is not None:
-            yield _path(trace, uses, attention, _call_of(attention.softmax, report.unfused))
+            yield _path(trace, uses, attention, _call_of(attention.softmax, calls))
 
 
 def _call_of(scores: TensorSpec, calls: tuple[Unfused, ...]) -> Unfused | None:
@@ -117,8 +123,7 @@ def _before(trace: Trace, uses: dict[int, list[int]], storage: int, within: set[
         step = _step(trace.ops[born]) if born >= 0 else ""
         if not step or (step != "copy" and step in passed) or (step == "cast" and not casts):
             return chain
-        others = {index for index in uses[storage] if index != born and not makes_no_storage(trace.ops[index])}
-        if not others <= within | set(chain):
+        if reads_elsewhere(trace, uses, storage, within.union(chain)):
             return chain
         chain.append(born)
         passed.add(step)

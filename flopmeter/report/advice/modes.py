@@ -8,9 +8,11 @@ import torch
 
 from flopmeter.launch.fusion import whole_program
 from flopmeter.launch.modes import modes_beyond
+from flopmeter.launch.templates import with_templates
 from flopmeter.records import LaunchMode, Trace
 from flopmeter.report.advice.passes import differentiates_gradients
-from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy
+from flopmeter.report.advice.rewrite import in_templates
 from flopmeter.report.quantities import counted, percent_of
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN
@@ -25,16 +27,16 @@ _WORTH_MORE_TROUBLE = 1.03  # a less simple way has to be faster by this factor
 
 
 @remedy
-def another_mode(report: Report) -> Iterator[Proposal]:
+def another_mode(report: Report, trace: Trace) -> Iterator[Proposal]:
     """torch.compile and CUDA graphs."""
     best = _best_mode(report)
     if best is None:
         return
     mode, run = best
     how = mode.asked_by
-    if mode.fuses and report.cluster is None and differentiates_gradients(trace_of(report)):
+    if mode.fuses and report.cluster is None and differentiates_gradients(trace):
         how += f", {_IN_ONE_PASS}"
-    yield Proposal(all_kernels(report), everything, _why_in_mode(report, mode), how, run, is_fault=False)
+    yield Proposal(_why_in_mode(report, trace, mode), how, run, is_fault=False)
 
 
 def _best_mode(report: Report) -> tuple[LaunchMode, Report] | None:
@@ -57,7 +59,7 @@ def _best_mode(report: Report) -> tuple[LaunchMode, Report] | None:
     return best
 
 
-def _why_in_mode(report: Report, mode: LaunchMode) -> str:
+def _why_in_mode(report: Report, trace: Trace, mode: LaunchMode) -> str:
     idle = percent_of(report.idle_seconds, report.seconds)
     why = "each op's result goes to memory and back"
     if idle > 50 or not mode.fuses:
@@ -66,7 +68,7 @@ def _why_in_mode(report: Report, mode: LaunchMode) -> str:
         why += ", and the host takes too long for what compiling leaves"
     if report.cluster is not None:
         why += " (collectives stay where they are)"
-    if mode.fuses and _multiplies_int8_weights(trace_of(report)):
+    if mode.fuses and _multiplies_int8_weights(trace):
         why += (
             "; for weights cast from int8 inductor may take _weight_int8pack_mm, which gives each output to one thread"
             " and is many times slower than the product now: a run with torch.compile tells which"
@@ -88,7 +90,7 @@ def _multiplies_int8_weights(trace: Trace) -> bool:
 
 
 @remedy
-def one_graph(report: Report) -> Iterator[Proposal]:
+def one_graph(report: Report, trace: Trace) -> Iterator[Proposal]:
     """The program marks several regions with torch.compile, or breaks its graph between them."""
     regions = {kernel.op.region for kernel in report.kernels}
     graphs = {graph for graph in report.launches.graphs if graph is not None}
@@ -105,11 +107,11 @@ def one_graph(report: Report) -> Iterator[Proposal]:
         if is_whole
         else "torch.compile(model, fullgraph=True) names what breaks it"
     )
-    yield Proposal(all_kernels(report), everything, why, f"compile it as one: {how}", then)
+    yield Proposal(why, f"compile it as one: {how}", then)
 
 
 @remedy
-def the_rest_eagerly(report: Report) -> Iterator[Proposal]:
+def the_rest_eagerly(report: Report, trace: Trace) -> Iterator[Proposal]:
     """The program compiles parts of its model, as code with flex_attention does, and runs the others eagerly, or as it
     captured them in a CUDA graph."""
     eager = {
@@ -123,4 +125,18 @@ def the_rest_eagerly(report: Report) -> Iterator[Proposal]:
     then = priced(report, widened="the rest too")
     why = "they run eagerly beside what is compiled, and each op's result goes to memory and back"
     what = counted(len(eager), "kernel")
-    yield Proposal(what, lambda kernel: id(kernel.op) in eager, why, "torch.compile on these, too", then)
+    yield Proposal(why, "torch.compile on these, too", then, lambda kernel: id(kernel.op) in eager, what)
+
+
+@remedy
+def uncompiled_flex_attention(report: Report, trace: Trace) -> Iterator[Proposal]:
+    """Eager calls of flex_attention, whose one kernel exists only compiled: torch runs them op by op over the whole
+    matrix of scores. The rest may stay eager."""
+    inside = in_templates(trace)
+    if inside and not report.launches.mode.fuses:
+        yield Proposal(
+            "outside of torch.compile it writes the whole matrix of scores, and reads it",
+            "torch.compile(flex_attention), which is one kernel",
+            priced(report, with_templates(trace)),
+            of_ops(trace, inside),
+        )

@@ -18,7 +18,7 @@ from flopmeter.report.advice.fused_attention import by_chosen_kernel, operands_o
 from flopmeter.report.advice.gradients import fills_gradients
 from flopmeter.report.advice.math_attention import math_paths
 from flopmeter.report.advice.number_types import type_of_others
-from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, with_other_ops
 from flopmeter.report.advice.rewrite import (
     are_in_torch,
     changed_call,
@@ -35,18 +35,17 @@ _CASTS = (aten._to_copy, aten.copy_, aten.clone)
 
 
 @remedy
-def wide_work(report: Report) -> Iterator[Proposal]:
+def wide_work(report: Report, trace: Trace) -> Iterator[Proposal]:
     """fp32 in a program whose products are in 16 bits, as a stray `.float()` leaves it: products and attention, and
     what stands alone between a cast and the cast back (a norm computes in fp32 whatever its input is)."""
     narrow = type_of_others(report)
-    trace = trace_of(report)
     wide = {
         id(op) for kernel in report.kernels if kernel.cost.macs and kernel.cost.dtype == "fp32" for op in kernel.ops
     }
     places = [index for index, op in enumerate(trace.ops) if id(op) in wide]
     if narrow is not None and not _keeps_wide_weights(trace):
         places += _between_casts(trace, narrow)
-    of_torch = in_templates(trace).union(*(path.ops for path in math_paths(report)))
+    of_torch = in_templates(trace).union(*(path.ops for path in math_paths(trace, report.unfused)))
     places = sorted(set(places) - of_torch)
     if narrow is None or not places:
         return
@@ -60,12 +59,10 @@ def wide_work(report: Report) -> Iterator[Proposal]:
     put_in = {index: _all_narrowed(then.ops[index], narrowed) for index in places if id(trace.ops[index]) in wide}
     idle = {index for index, op in enumerate(then.ops) if _is_idle_cast(op) and not _is_idle_cast(trace.ops[index])}
     then = with_chosen_kernels(with_ops(then, idle, put_in), report.hardware)
-    concerns = of_ops(trace, idle | set(places))
     yield Proposal(
-        "", concerns,
         f"fp32, where the program's other products are in {name_of(narrow)}",
         f"{str(narrow).removeprefix('torch.')} there too: {_narrowing([trace.ops[index] for index in places])}",
-        priced(report, then),
+        priced(report, then), of_ops(trace, idle | set(places)),
     )  # fmt: skip
 
 
@@ -146,9 +143,8 @@ def _is_cast(op: Op) -> bool:
 
 
 @remedy
-def masks_of_places(report: Report) -> Iterator[Proposal]:
+def masks_of_places(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Fused attention with a square mask that all sequences share, which is assumed to be causal."""
-    trace = trace_of(report)
     put_in = {}
     for index, op in enumerate(trace.ops):
         mask = op.call.get("attn_bias")
@@ -163,7 +159,7 @@ def masks_of_places(report: Report) -> Iterator[Proposal]:
             put_in[index] = kernel
     if put_in and are_in_torch(put_in.values()):
         yield with_other_ops(
-            report, "all pairs are computed, and a mask is read for them that all sequences share",
+            report, trace, "all pairs are computed, and a mask is read for them that all sequences share",
             "is_causal=True in place of the mask, if it is the causal one",
             (), put_in,
         )  # fmt: skip
@@ -188,11 +184,10 @@ _FOREACH: dict[tuple[object, int], OpOverload] = {  # by the op, and how many te
 
 
 @remedy
-def loops_over_tensors(report: Report) -> Iterator[Proposal]:
+def loops_over_tensors(report: Report, trace: Trace) -> Iterator[Proposal]:
     """An op that the program calls for one parameter, gradient or average after the other, outside of modules.
     Optimizers that have a kernel for all of it are told so (optimizers.py), and what fills gradients with zeros on one
     GPU is told to leave them out (gradients.py)."""
-    trace = trace_of(report)
     phases = {"forward"} if any(step.takes_fused for step in trace.optimizer_steps) else {"forward", "optimizer"}
     loops: dict[OpOverload, list[int]] = defaultdict(list)
     for index, op in enumerate(trace.ops):
@@ -208,7 +203,7 @@ def loops_over_tensors(report: Report) -> Iterator[Proposal]:
             dropped |= set(loop)
     if put_in and are_in_torch(put_in.values()):
         yield with_other_ops(
-            report, f"{len(dropped)} kernels for one tensor each",
+            report, trace, f"{len(dropped)} kernels for one tensor each",
             "torch._foreach_ functions (in clip_grad_norm_, foreach=True)",
             dropped, put_in,
         )  # fmt: skip

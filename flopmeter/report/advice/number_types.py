@@ -11,33 +11,33 @@ import torch
 
 from flopmeter.costs.contractions.rnn import launched_steps
 from flopmeter.device.hardware import Hardware, HardwareError, Unit
-from flopmeter.records import Kernel, TensorSpec
+from flopmeter.records import Kernel, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.autocast import FOURIER, autocast
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
-from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, priced, remedy
 from flopmeter.report.advice.rewrite import with_tensors
 from flopmeter.report.quantities import with_prefix
 from flopmeter.report.report import Report
 
 
 @remedy
-def tf32(report: Report) -> Iterator[Proposal]:
+def tf32(report: Report, trace: Trace) -> Iterator[Proposal]:
     """fp32 products that matrix units could run."""
     device, switches = report.hardware, report.switches
     if report.main_dtype not in ("fp32", "tf32") or "tf32" not in device.matrix_tflop_per_s:
         return
     asked = ["torch.set_float32_matmul_precision('high')"] * (not switches.matmul_tf32)
     asked += ["torch.backends.cudnn.allow_tf32 = True"] * (not switches.cudnn_tf32)
-    trace = dataclasses.replace(trace_of(report), switches=switches._replace(matmul_tf32=True, cudnn_tf32=True))
+    then = dataclasses.replace(trace, switches=switches._replace(matmul_tf32=True, cudnn_tf32=True))
     yield Proposal(
-        "fp32 products", lambda kernel: kernel.cost.macs > 0 and switches.matmul_dtype(kernel.cost) == "fp32",
-        "fp32 products run on vector units", f"TF32: {' and '.join(asked)}", priced(report, trace),
+        "fp32 products run on vector units", f"TF32: {' and '.join(asked)}", priced(report, then),
+        lambda kernel: kernel.cost.macs > 0 and switches.matmul_dtype(kernel.cost) == "fp32", "fp32 products",
     )  # fmt: skip
 
 
 @remedy
-def narrower_numbers(report: Report) -> Iterator[Proposal]:
+def narrower_numbers(report: Report, trace: Trace) -> Iterator[Proposal]:
     """The whole program in fp64, as data of NumPy are; in fp32; or in a 16-bit type without matrix units (bf16 before
     Ampere) where the device is faster in another."""
     types = _wide_and_narrow(report)
@@ -45,9 +45,11 @@ def narrower_numbers(report: Report) -> Iterator[Proposal]:
         return
     wide, narrow = types
     name = str(narrow).removeprefix("torch.")
-    transforms = sorted({op.call.name for op in trace_of(report).ops} & FOURIER)
+    transforms = sorted({op.call.name for op in trace.ops} & FOURIER)
     if narrow is not torch.float32 and transforms:
-        yield from _autocast_alone(report, narrow, f"{transforms[0]} has no {name}, so its input stays {name_of(wide)}")
+        yield from _autocast_alone(
+            report, trace, narrow, f"{transforms[0]} has no {name}, so its input stays {name_of(wide)}"
+        )
         return
 
     def narrowed(spec: TensorSpec, _: object) -> TensorSpec:
@@ -58,17 +60,16 @@ def narrower_numbers(report: Report) -> Iterator[Proposal]:
     reasons += ["no matrix units for it"] * (_unit(report, wide) != "matrix" == _unit(report, narrow))
     beside = ", and data made by NumPy too" if wide is torch.float64 else ""
     if wide is torch.float32:
-        beside = _or_autocast(report, narrow)
-    then = with_chosen_kernels(with_tensors(trace_of(report), narrowed, dtypes={wide: narrow}), report.hardware)
+        beside = _or_autocast(report, trace, narrow)
+    then = with_chosen_kernels(with_tensors(trace, narrowed, dtypes={wide: narrow}), report.hardware)
     yield Proposal(
-        all_kernels(report), everything,
         f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}",
         f"{name}: model.to(torch.{name}){beside}", priced(report, then),
     )  # fmt: skip
 
 
 @remedy
-def recurrent_layers_in_fp16(report: Report) -> Iterator[Proposal]:
+def recurrent_layers_in_fp16(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Layers in fp32 whose steps cuDNN launches one by one, and for which it has a kernel of all steps in fp16, the
     type of recurrent layers under autocast whatever its own (aten/src/ATen/autocast_mode.cpp)."""
 
@@ -78,13 +79,13 @@ def recurrent_layers_in_fp16(report: Report) -> Iterator[Proposal]:
     launched = sum(map(in_steps, report.kernels))
     if not launched or report.main_dtype not in ("fp32", "tf32"):
         return
-    trace = autocast(trace_of(report), torch.float16)
-    then = None if trace is None else priced(report, trace)
+    cast = autocast(trace, torch.float16)
+    then = None if cast is None else priced(report, cast)
     if then is not None and sum(map(in_steps, then.kernels)) < launched:
         yield Proposal(
-            "recurrent layers", in_steps, "cuDNN launches each of their steps",
+            "cuDNN launches each of their steps",
             "torch.autocast, under which recurrent layers run in float16: one kernel then runs all steps, with the"
-            " weights on the chip", then,
+            " weights on the chip", then, in_steps, "recurrent layers",
         )  # fmt: skip
 
 
@@ -108,20 +109,20 @@ def _unit(report: Report, dtype: torch.dtype) -> Unit:
     return report.hardware.contraction_peak("tf32" if is_tf32 else name).unit
 
 
-def _autocast_alone(report: Report, dtype: torch.dtype, but: str) -> Iterator[Proposal]:
+def _autocast_alone(report: Report, trace: Trace, dtype: torch.dtype, but: str) -> Iterator[Proposal]:
     """For a program whose weights can be narrowed and some of whose ops cannot."""
-    then = autocast(trace_of(report), dtype)
+    then = autocast(trace, dtype)
     if then is not None:
         yield Proposal(
-            all_kernels(report), everything, "products are in fp32, without matrix units",
+            "products are in fp32, without matrix units",
             f"torch.autocast in {str(dtype).removeprefix('torch.')} around the products ({but})",
             priced(report, with_chosen_kernels(then, report.hardware)),
         )  # fmt: skip
 
 
-def _or_autocast(report: Report, dtype: torch.dtype) -> str:
+def _or_autocast(report: Report, trace: Trace, dtype: torch.dtype) -> str:
     """What a program in fp32 can do in place of narrowing its weights, and what the run then takes."""
-    said, then = ", or torch.autocast where weights have to stay fp32", autocast(trace_of(report), dtype)
+    said, then = ", or torch.autocast where weights have to stay fp32", autocast(trace, dtype)
     if then is None:
         return said
     seconds = priced(report, with_chosen_kernels(then, report.hardware)).seconds

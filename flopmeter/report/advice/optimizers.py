@@ -19,9 +19,8 @@ _MAKE_STATES = (aten.zeros_like, aten.zeros, aten.zero_, aten.fill_)  # in the f
 
 
 @remedy
-def fused_optimizer(report: Report) -> Iterator[Proposal]:
+def fused_optimizer(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Adam, AdamW and SGD op by op, as `foreach` (torch's default on GPUs) or as a loop over the parameters."""
-    trace = trace_of(report)
     put_in, put_before, dropped = dict[int, Op](), dict[int, list[Op]](), set[int]()
     for step, groups in _steps(trace):
         for group in _by_group(trace, step, groups):
@@ -33,9 +32,9 @@ def fused_optimizer(report: Report) -> Iterator[Proposal]:
         return
     count = sum(kernel.op.phase == "optimizer" for kernel in report.kernels)
     yield Proposal(
-        "optimizer", lambda kernel: kernel.op.phase == "optimizer",
         f"{count} kernels read and write the same parameters and states again and again",
         "the optimizer's fused=True", priced(report, with_ops(trace, dropped, put_in, put_before)),
+        lambda kernel: kernel.op.phase == "optimizer", "optimizer",
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import dense_in
-from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.remedies import Proposal, remedy, with_other_ops
 from flopmeter.report.advice.rewrite import are_in_torch, in_place_of, is_view
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
@@ -32,9 +32,8 @@ class _Loop:
 
 
 @remedy
-def cells_in_loops(report: Report) -> Iterator[Proposal]:
+def cells_in_loops(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Loops over cells: each step launches its products and its cell, and waits for the host."""
-    trace = trace_of(report)
     put_in, dropped, names = dict[int, Op](), set[int](), set[str]()
     for loop in _loops(trace):
         first = trace.ops[loop.steps[0]]
@@ -44,7 +43,7 @@ def cells_in_loops(report: Report) -> Iterator[Proposal]:
         names.add(name)
     if put_in and are_in_torch(put_in.values()):
         yield with_other_ops(
-            report, "a few small kernels for each step of a sequence",
+            report, trace, "a few small kernels for each step of a sequence",
             f"{' or '.join(sorted(names))} over the whole sequence, in place of the loop over cells",
             dropped, put_in,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from math import prod
 from flopmeter.costs.rules import in_one_piece
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.recurrent import LEAST_STEPS
-from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.remedies import Proposal, remedy, with_other_ops
 from flopmeter.report.advice.rewrite import is_dense, is_view, rebuilt
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
@@ -19,9 +19,8 @@ _SPREADS = (aten.add, aten.add_, aten.slice_backward, aten.select_backward, *_GA
 
 
 @remedy
-def steps_in_loops(report: Report) -> Iterator[Proposal]:
+def steps_in_loops(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Loops over layers: each call launches a sequence's kernels for one step, and sums gradients of weights."""
-    trace = trace_of(report)
     put_in, dropped, names = dict[int, Op](), set[int](), set[str]()
     for steps in _loops(trace):
         own = _OneCall(trace, steps)
@@ -30,7 +29,7 @@ def steps_in_loops(report: Report) -> Iterator[Proposal]:
         names.add(_MODES[trace.ops[steps[0]].call.argument("mode")])
     if put_in:
         yield with_other_ops(
-            report, "the layer is called for each step of a sequence",
+            report, trace, "the layer is called for each step of a sequence",
             f"{' or '.join(sorted(names))} over the whole sequence, in place of the loop that calls it step by step",
             dropped, put_in,
         )  # fmt: skip

@@ -179,9 +179,14 @@ def are_in_torch(ops: Iterable[Op]) -> bool:
     return not any(isinstance(op.call.func, Absent) for op in ops)
 
 
+def makes_no_storage(op: Op) -> bool:
+    """Whether all that it returns lies in what it was given: a view, or an op in place."""
+    return bool(op.call.outputs) and op.makes <= op.reads
+
+
 def is_view(op: Op) -> bool:
     """Whether all that it returns lies in what it was given, which it does not write to."""
-    return bool(op.call.outputs) and op.makes <= op.reads and not op.call.func._schema.is_mutable
+    return makes_no_storage(op) and not op.call.func._schema.is_mutable
 
 
 def is_dense(spec: TensorSpec) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -25,7 +24,7 @@ from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.quantities import figure, percent, percent_of
 from flopmeter.report.report import Report
-from flopmeter.report.rows import OUTSIDE
+from flopmeter.report.rows import OUTSIDE, as_one_layer
 from flopmeter.report.wins import WAITS, WAITS_FOR_LINK, WAITS_FOR_STEPS, HotSpot
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import miss_share
@@ -46,7 +45,7 @@ def hot_spots(report: Report) -> list[HotSpot]:
     """All kernels in groups of one op and one place; those that hold the most wall-clock over their floor first."""
     groups: dict[tuple[str, str], list[Timed]] = defaultdict(list)
     for kernel, timing in timed(report):
-        groups[kernel.cost.name, pattern(kernel.op.module)].append((kernel, timing))
+        groups[kernel.cost.name, as_one_layer(kernel.op.module)].append((kernel, timing))
     spots = [spot_of(name, group, report) for (name, _), group in groups.items()]
     return sorted(spots, key=lambda spot: -spot.over_floor)
 
@@ -70,7 +69,7 @@ def spot_of(name: str, group: list[Timed], report: Report) -> HotSpot:
 
 
 def places_of(group: Iterable[Timed]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"{kernel.cost.name} in {pattern(kernel.op.module)}" for kernel, _ in group))
+    return tuple(dict.fromkeys(f"{kernel.cost.name} in {as_one_layer(kernel.op.module)}" for kernel, _ in group))
 
 
 def wall_clock(group: Iterable[Timed]) -> float:
@@ -99,7 +98,7 @@ def modules_and_lines_of(ops: Iterable[Op]) -> str:
     modules: dict[str, int] = {}
     lines: dict[str, int] = {}
     for op in ops:
-        module = pattern(op.module)
+        module = as_one_layer(op.module)
         modules[module] = modules.get(module, 0) + 1
         if op.source:
             line = op.source.removeprefix(os.getcwd() + os.sep)
@@ -113,11 +112,6 @@ def _most(counts: dict[str, int]) -> str:
     names = sorted(counts, key=lambda name: -counts[name])
     more = f" and {len(names) - MOST_PLACES} more" if len(names) > MOST_PLACES else ""
     return ", ".join(names[:MOST_PLACES]) + more
-
-
-def pattern(module: str) -> str:
-    """The path with a star for each number: `GPT2.blocks.3.mlp` is `GPT2.blocks.*.mlp`."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", module) or OUTSIDE
 
 
 def _why(group: list[Timed], report: Report) -> str:

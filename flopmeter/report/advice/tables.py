@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import dense_in
-from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, with_other_ops
 from flopmeter.report.advice.rewrite import CASTS, PRODUCTS, in_place_of, is_view, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
@@ -15,10 +15,9 @@ _DENSE_GRADIENTS = {aten.embedding_dense_backward: 1, aten._embedding_bag_backwa
 
 
 @remedy
-def dense_gradients_of_embeddings(report: Report) -> Iterator[Proposal]:
+def dense_gradients_of_embeddings(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Tables of which a step reads few rows, and whose gradients and optimizer go through all of them. The change is
     priced with a table of as many rows as are read; a row that is read twice counts twice."""
-    trace = trace_of(report)
     rows: dict[int, tuple[int, int]] = {}  # of each gradient: of the table, of the batch
     for op in trace.ops:
         place = _DENSE_GRADIENTS.get(op.packet)
@@ -40,12 +39,10 @@ def dense_gradients_of_embeddings(report: Report) -> Iterator[Proposal]:
         for index, op in enumerate(trace.ops)
         if op.phase != "forward" and not tables.keys().isdisjoint(op.storages)
     )
-    concerns = of_ops(trace, touching)
     yield Proposal(
-        "", concerns,
         "the gradient and the optimizer go through all rows of a table, of which a step reads few",
         "Embedding(sparse=True) with SGD or SparseAdam, which leave rows that were not read as they are",
-        priced(report, then),
+        priced(report, then), of_ops(trace, touching),
     )  # fmt: skip
 
 
@@ -72,9 +69,8 @@ def _only_looked_up(trace: Trace, sizes: dict[int, int]) -> dict[int, tuple[int,
 
 
 @remedy
-def one_hot_products(report: Report) -> Iterator[Proposal]:
+def one_hot_products(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Products with rows of zeros that have a one each, which take rows of a table as an embedding does."""
-    trace = trace_of(report)
     ones: dict[int, tuple[TensorSpec, int]] = {}  # storages of such rows: the indices, and how long the rows are
     put_in, dropped = {}, set()
     for index, op in enumerate(trace.ops):
@@ -91,7 +87,7 @@ def one_hot_products(report: Report) -> Iterator[Proposal]:
             return  # something else reads them
     if put_in and not dropped & {-1}:
         yield with_other_ops(
-            report, "rows of a table are taken by products with zeros and a one for each row",
+            report, trace, "rows of a table are taken by products with zeros and a one for each row",
             "nn.Embedding, or table[indices], in place of the product with F.one_hot",
             dropped, put_in,
         )  # fmt: skip

@@ -13,20 +13,17 @@ from collections.abc import Callable, Iterator
 
 from flopmeter.records import OF_WEIGHTS, Op, TensorSpec, Trace
 from flopmeter.report.advice.batch import priced_if_it_fits
-from flopmeter.report.advice.fused_attention import by_chosen_kernel
-from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, has_backward, remedy, trace_of
+from flopmeter.report.advice.fused_attention import by_chosen_kernel, is_fused_attention
+from flopmeter.report.advice.remedies import Proposal, has_backward, remedy
 from flopmeter.report.advice.rewrite import PRODUCTS, with_ops, with_tensors
 from flopmeter.report.quantities import percent
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 
-_ATTENTION = "_scaled_dot_product_"
-
 
 @remedy
-def padding_of_all_texts(report: Report) -> Iterator[Proposal]:
+def padding_of_all_texts(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Texts padded to more than the longest of the batch."""
-    trace = trace_of(report)
     found = max(trace.padding, key=lambda each: each.length - each.longest, default=None)
     if found is None:
         return
@@ -35,7 +32,6 @@ def padding_of_all_texts(report: Report) -> Iterator[Proposal]:
     if then is not None:
         share = percent(1 - found.longest / found.length)
         yield Proposal(
-            all_kernels(report), everything,
             f"of the {found.length} tokens of each text {share} % are padding, in the longest one, too",
             f"pad each batch to its longest text (here to {found.longest}), not to a length for all",
             then,
@@ -43,15 +39,13 @@ def padding_of_all_texts(report: Report) -> Iterator[Proposal]:
 
 
 @remedy
-def tokens_of_the_step_before(report: Report) -> Iterator[Proposal]:
+def tokens_of_the_step_before(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Generation without a cache of keys and values: each step computes all tokens so far again."""
-    trace = trace_of(report)
     ids = None if has_backward(trace) else _grown(trace)
     shorter = None if ids is None or report.cluster is not None else _with_cache(trace, ids, report)
     then = None if shorter is None else priced_if_it_fits(report, shorter)
     if ids is not None and then is not None:
         yield Proposal(
-            all_kernels(report), everything,
             f"each step computes all {ids.shape[1]} tokens, of which the one before has computed all but the last",
             "keep keys and values of earlier tokens (a KV cache), and compute the new token alone",
             then,
@@ -111,7 +105,7 @@ def _is_clear(trace: Trace, ids: TensorSpec) -> bool:
 def _with_cache(trace: Trace, ids: TensorSpec, report: Report) -> Trace | None:
     """One token of each text, whose query sees the keys and values of all. None where another kernel attends."""
     change = _shorter(ids.shape[0], ids.shape[1], 1)
-    places = [index for index, op in enumerate(trace.ops) if op.call.name.startswith(_ATTENTION)]
+    places = [index for index, op in enumerate(trace.ops) if is_fused_attention(op)]
     kernels = [_of_last_query(trace.ops[index], change, report) for index in places]
     put_in = {index: kernel for index, kernel in zip(places, kernels, strict=True) if kernel is not None}
     is_all = bool(put_in) and len(put_in) == len(places) and _is_clear(trace, ids)

@@ -10,7 +10,7 @@ import torch
 from flopmeter.costs.rules import in_one_piece
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.memory_format import dense_strides
-from flopmeter.report.advice.remedies import Proposal, has_backward, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.remedies import Proposal, has_backward, remedy, with_other_ops
 from flopmeter.report.advice.rewrite import CASTS, PRODUCTS, is_view, rebuilt
 from flopmeter.report.report import Report
 
@@ -18,9 +18,8 @@ LEAST_UNREAD = 2  # times as many rows are made as are read
 
 
 @remedy
-def unread_rows(report: Report) -> Iterator[Proposal]:
+def unread_rows(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Products with rows that nobody reads. Not in training, where these rows have gradients of zeros."""
-    trace = trace_of(report)
     if has_backward(trace):
         return
     rows = _read_rows(trace)
@@ -35,7 +34,7 @@ def unread_rows(report: Report) -> Iterator[Proposal]:
     about = {index for index in put_in if trace.ops[index].packet in PRODUCTS}
     if about:
         yield with_other_ops(
-            report, "of most rows that it makes nothing is read",
+            report, trace, "of most rows that it makes nothing is read",
             "take the rows that are read before the product (logits_to_keep of transformers), not after it",
             (), put_in, about=about,
         )  # fmt: skip

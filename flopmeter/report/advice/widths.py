@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flopmeter.records import TensorSpec, matmuls_of
-from flopmeter.report.advice.remedies import Proposal, priced, remedy, trace_of
+from flopmeter.records import TensorSpec, Trace, matmuls_of
+from flopmeter.report.advice.remedies import Proposal, priced, remedy
 from flopmeter.report.advice.rewrite import with_tensors
 from flopmeter.report.advice.spots import alignment_of, odd_width
 from flopmeter.report.report import Report
@@ -15,9 +15,8 @@ PADDED_TO = 64  # tiles of matmuls have multiples of this
 
 
 @remedy
-def padded_widths(report: Report) -> Iterator[Proposal]:
+def padded_widths(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Sizes of weights that break the alignment of rows, such as a vocabulary of 50257."""
-    trace = trace_of(report)
     sizes = {
         size
         for kernel in report.kernels
@@ -41,9 +40,9 @@ def padded_widths(report: Report) -> Iterator[Proposal]:
 
     listed = ", ".join(f"{size} to {larger}" for size, larger in sorted(to.items()))
     yield Proposal(
-        "", lambda kernel: any(to.keys() & set(shape[1:]) for shape in matmuls_of(kernel.cost.work)),
         f"odd width {', '.join(map(str, sorted(to)))}: rows of it are not aligned to 16 bytes",
         f"pad {listed} (a multiple of {PADDED_TO}) and ignore the rest", priced(report, with_tensors(trace, padded)),
+        lambda kernel: any(to.keys() & set(shape[1:]) for shape in matmuls_of(kernel.cost.work)),
     )  # fmt: skip
 
 

@@ -146,7 +146,6 @@ def _legend(report: Report, shown: MemoryPicture) -> Markup:
         tag("li", swatch(hatch(category)), f"{category} {with_prefix(at_peak[category], 'B')}")
         for category in shown.areas
     )
-    op = report.memory.peak_op
-    where = f" at {op.call.name}{op.module and f' in {op.module}'} ({op.phase})" if op else ""
+    where = report.memory.peak_place and f" at {report.memory.peak_place}"
     peak = f"At the peak of {with_prefix(shown.peak_bytes, 'B')}{where}:"
     return join([tag("p", peak), tag("ul", *entries, class_="legend")])

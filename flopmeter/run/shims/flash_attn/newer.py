@@ -84,7 +84,7 @@ def check_dtype(query: Tensor) -> None:
 def restore_torchs_attention() -> None:
     """torch's own flash kernels, where the program has activated a library's in their place. What torch keeps of the
     library and of the device's capability is forgotten: the next program may run on another device."""
-    if lost(FLASH_KERNELS):  # torch 2.10 and older, which nobody can have told to take others
+    if lost(FLASH_KERNELS):  # this torch keeps no registry that a program could have changed
         return
     FLASH_REGISTRY.value.restore_flash_attention_impl(_raise_warn=False)
     for module in FLASH_IMPLEMENTATIONS:
