@@ -30,6 +30,7 @@ from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory, grown_bytes
 from flopmeter.run.graph_pools import GraphPool
 from flopmeter.run.initial_values import InitialValues
+from flopmeter.run.loading import DataLoaders
 from flopmeter.run.own_code import imported_by_name
 from flopmeter.run.patches import Patch, applied
 from flopmeter.run.report import NothingRanError, RunReport
@@ -103,6 +104,8 @@ class ScriptSession:
         self.steps = Steps(self, wishes.marker, wishes.steps, _say)
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
+        self._loaders = DataLoaders(self.now)
+        self._is_open = False
         self._replays = 0
         self._pools: defaultdict[object, GraphPool] = defaultdict(lambda: GraphPool(self.meter.trace))
         self._decisions: Counter[str] = Counter()  # lines of the program whose control flow depended on a stand-in
@@ -182,7 +185,11 @@ class ScriptSession:
             self.meter.on_compiled_call = self.steps.on_compiled_call
             undo.enter_context(self.meter)
             self._watch_program(undo, undoing, answers)
-            yield self
+            self._is_open = True
+            try:
+                yield self
+            finally:
+                self._is_open = False
 
     def _settle_process(self, undo: ExitStack) -> None:
         """Imports that need torch's own functions, warnings that are false here, and processes that are forked."""
@@ -209,6 +216,8 @@ class ScriptSession:
             undo.callback(synthetic.close)
             undo.enter_context(applied(list(synthetic.patches())))
             undo.enter_context(synthetic.once_imported())
+        else:
+            undo.enter_context(applied(list(self._loaders.patches())))
 
     def _open_world(self, undo: ExitStack) -> None:
         """The ranks of the run, and the variables by which a launcher tells of them."""
@@ -292,7 +301,11 @@ class ScriptSession:
         if self.memory.overflow and report.memory.fits(self.hardware):
             caution = caution or WENT_ON
         caution = caution or (self._growth(ops, report) if repeats else "")
-        return replace(report, notes=(*report.notes, *self.own_notes()), caution=caution)
+        loads = list(self._loaders.of(ops)) if repeats and not self._is_open else []
+        told = {each.told(report.seconds): each.holds_up(report.seconds) for each in loads}
+        caution = caution or "; ".join(text for text, holds_up in told.items() if holds_up)
+        hidden = (text for text, holds_up in told.items() if not holds_up)
+        return replace(report, notes=(*report.notes, *self.own_notes(), *hidden), caution=caution)
 
     def _growth(self, ops: range, report: Report) -> str:
         """A caution where each step leaves memory behind that fills the device sooner or later; else ''."""

@@ -296,6 +296,7 @@ BATCHES = "_get_iterator"
 at_ends = needed("torch._tensor_str", "get_summarized_data", "which numbers of a large tensor are printed")
 PRINT_OPTIONS = needed("torch._tensor_str", "PRINT_OPTS", "which tensors are large to print")
 needed("torch.utils.data", f"DataLoader.{BATCHES}", "which processes make batches")
+BATCHES_OF_LOADER = needed("torch.utils.data.dataloader", "_BaseDataLoaderIter", "when a program takes a batch")
 PIN_BATCHES = "torch.utils.data._utils.pin_memory"
 pin_batch = needed(PIN_BATCHES, "pin_memory", "what the threads of data loaders do with batches")
 torch_device = importlib.import_module("torch.utils._device")
