@@ -29,6 +29,7 @@ from flopmeter.report.advice.found_attention import (
 )
 from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of, dense, fused
 from flopmeter.report.advice.masks import bias_for_kernel
+from flopmeter.report.advice.passes import are_differentiated
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import are_in_torch, in_templates, is_dense, with_ops, with_tensors
 from flopmeter.report.report import Report
@@ -68,6 +69,8 @@ def _instead(report: Report, kernels: _MakesFused) -> Iterator[Proposal]:
         averaged = _averaged_over_heads(trace, attention)
         if any(uses[number][-1] not in attention.ops for number in averaged):
             continue  # the program reads the weights, which no fused kernel gives
+        if are_differentiated(trace, attention.ops):
+            continue  # a fused gradient has none
         with contextlib.suppress(NoKernelError):
             change.add(op, attention, kernels(trace, attention, report.hardware), is_averaged=bool(averaged))
     if not change.found or not are_in_torch(change.put_in.values()):

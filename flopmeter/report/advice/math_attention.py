@@ -17,6 +17,7 @@ from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.attention import ends, makers_of_masks, results, views_of_nothing
 from flopmeter.report.advice.found_attention import PRODUCTS, Materialised, around, makes_no_storage, uses_of
 from flopmeter.report.advice.fused_attention import Bias, dense, fused
+from flopmeter.report.advice.passes import are_differentiated
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import Mark, are_in_torch, in_templates, with_ops, with_tensors
 from flopmeter.report.report import Report
@@ -39,7 +40,7 @@ def attention_that_no_kernel_takes(report: Report) -> Iterator[Proposal]:
     trace = trace_of(report)
     by_cause = defaultdict[tuple[str, str], list[_MathPath]](list)
     for path in math_paths(report):
-        if path.call is not None:
+        if path.call is not None and not are_differentiated(trace, path.ops):
             by_cause[path.call.why, path.call.remedy].append(path)
     for cause, paths in by_cause.items():
         put_in = {place: op for path in paths for place, op in _fused(trace, path).items()}
