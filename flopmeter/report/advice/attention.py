@@ -37,6 +37,7 @@ from flopmeter.torch_names.operators import aten
 
 _OF_TORCH = "need_weights=False in the calls of nn.MultiheadAttention, which then runs fused attention"
 _WITHOUT_MODULE = "F.scaled_dot_product_attention (attn_implementation='sdpa')"
+_BUT_TWICE = ", but where gradients of gradients are taken, which it has not"
 
 _MakesFused = Callable[[Trace, Materialised, Hardware], dict[int, Op]]
 """Gives the fused ops, by the index of the op in whose place they stand. Raises NoKernelError if there are none."""
@@ -70,7 +71,8 @@ def _instead(report: Report, kernels: _MakesFused) -> Iterator[Proposal]:
         if any(uses[number][-1] not in attention.ops for number in averaged):
             continue  # the program reads the weights, which no fused kernel gives
         if are_differentiated(trace, attention.ops):
-            continue  # a fused gradient has none
+            change.leaves_some = True  # a fused gradient has none
+            continue
         with contextlib.suppress(NoKernelError):
             change.add(op, attention, kernels(trace, attention, report.hardware), is_averaged=bool(averaged))
     if not change.found or not are_in_torch(change.put_in.values()):
@@ -91,6 +93,7 @@ class _FusedInstead:
         self._read = set[tuple[str, str, int]]()  # module, phase and storage of the queries
         self._needs_mask = False
         self._all_average = True
+        self.leaves_some = False
 
     def add(self, softmax: Op, attention: Materialised, put_in: dict[int, Op], *, is_averaged: bool) -> None:
         self.found.append(softmax)
@@ -111,7 +114,7 @@ class _FusedInstead:
     def remedy(self, kernels: _MakesFused) -> str:
         if kernels is _flexed:
             return FLEX
-        return _OF_TORCH if self._all_average else _WITHOUT_MODULE
+        return (_OF_TORCH if self._all_average else _WITHOUT_MODULE) + _BUT_TWICE * self.leaves_some
 
     def made(self, trace: Trace, uses: dict[int, list[int]]) -> Trace:
         """The changed program, without what only these attentions needed."""
