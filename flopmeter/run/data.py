@@ -6,10 +6,16 @@ Until: dispatch modes end at a fork.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from flopmeter.run.patches import Patch
 from flopmeter.torch_names.private import no_dispatch_modes
 
 _open_runs = 0
@@ -25,6 +31,18 @@ def forks_unmetered() -> Iterator[None]:
         yield
     finally:
         _open_runs -= 1
+
+
+def patches() -> Iterator[Patch]:
+    """What another process hands over is no work of this one, and no new tensor of its step."""
+    rebuild = reductions.rebuild_tensor
+
+    @functools.wraps(rebuild)
+    def unmetered(*args: Any, **kwargs: Any) -> Tensor:
+        with no_dispatch_modes():
+            return rebuild(*args, **kwargs)
+
+    yield Patch(reductions, rebuild.__name__, unmetered, "a worker's batch was made there")
 
 
 def _leave_modes() -> None:
