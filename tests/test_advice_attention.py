@@ -149,3 +149,51 @@ def report_of_windows(fused: bool, masked: bool, tokens: int):
     with FlopMeter("h100-sxm5-80gb") as meter:
         net(x).sum().backward()
     return meter.report()
+
+
+class Mixer(nn.Module):
+    """Attention by SDPA or written out, on x of [4, 1024, 1024] in heads of 64."""
+
+    def __init__(self, is_fused: bool) -> None:
+        super().__init__()
+        self.qkv, self.is_fused = nn.Linear(1024, 3072), is_fused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, 16, -1).permute(2, 0, 3, 1, 4)
+        if self.is_fused:
+            mixed = F.scaled_dot_product_attention(q, k, v)
+        else:
+            mixed = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return x + mixed.transpose(1, 2).reshape(x.shape)
+
+
+def in_direction(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The change of the result as x changes, as MeanFlow takes it: the gradient of a gradient, which reads no number
+    that the first one made."""
+    return torch.autograd.functional.jvp(model, x, torch.ones_like(x))[1]
+
+
+def test_no_fused_attention_is_told_where_gradients_of_its_gradients_are_taken():
+    """torch has no gradient of a fused gradient, nor of one that torch.compile made."""
+    x = torch.zeros(2, 8, 1024)
+    assert torch.isfinite(in_direction(Mixer(is_fused=False), x)).all()
+    with pytest.raises(RuntimeError, match=r"attention_for_cpu_backward is not implemented"):
+        in_direction(Mixer(is_fused=True), x)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        in_direction(torch.compile(Mixer(is_fused=False), backend="aot_eager"), x)
+
+    model = Mixer(is_fused=False).to("meta", torch.bfloat16)
+    x = torch.empty(4, 1024, 1024, device="meta", dtype=torch.bfloat16)
+    programs = {
+        "once": lambda: model(x).sum().backward(),
+        "twice": lambda: in_direction(model, x),
+        "both": lambda: (in_direction(model, x), model(x).sum().backward()),
+    }
+    told: dict[str, str] = {}
+    for name, program in programs.items():
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            program()
+        told[name] = "\n".join(each.remedy for each in meter.report().advice)
+    assert {name for name in told if "scaled_dot_product_attention" in told[name]} == {"once", "both"}
+    assert {name for name in told if "but where gradients of gradients are taken" in told[name]} == {"both"}
+    assert {name for name in told if "torch.func.grad" in told[name]} == {"twice", "both"}

@@ -245,3 +245,52 @@ def test_what_is_compiled_has_these_kernels(name: str) -> None:
         )
         for kernel in meter.report().graphs[0].kernels
     ] == expected  # fmt: skip
+
+
+class Conditioned(nn.Module):
+    """A layer whose forward pass the program compiles, given a condition that all layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+
+    @torch.compile
+    def forward(self, condition, x):
+        return self.linear(condition * x).tanh() + x
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = Conditioned(), Conditioned(), Conditioned()
+
+    def forward(self, condition, x):
+        return self.last(condition, self.second(condition, self.first(condition, x)))
+
+
+def test_a_backward_pass_belongs_to_its_layer_though_all_layers_keep_the_same_condition():
+    """Each layer's products are its forward pass, the gradient of its weights, and that of its input."""
+    with torch.device("meta"):
+        model, condition, x = Chain(), torch.empty(64, 256), torch.empty(64, 256, requires_grad=True)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        model(condition, x).sum().backward()
+    macs = dict.fromkeys(("first", "second", "last"), 0)
+    for kernel in meter.report().kernels:
+        if kernel.cost.macs:
+            macs[kernel.op.module.split(".")[1]] += kernel.cost.macs
+    assert macs == dict.fromkeys(macs, 3 * 64 * 256 * 256)
+
+
+def test_no_larger_batch_is_told_where_kernels_were_compiled_for_this_one():
+    """What such a kernel reads and writes at another size is not known: here 64 times as much, which was left out."""
+
+    def told(compiles: bool) -> list[str]:
+        with torch.device("meta"):
+            model, x = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.LayerNorm(256)), torch.empty(64, 256)
+        run = torch.compile(model) if compiles else model
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            run(x).sum().backward()
+        return [each.remedy for each in meter.report().advice if "times the batch" in each.remedy]
+
+    assert told(compiles=False)
+    assert not told(compiles=True)

@@ -536,6 +536,40 @@ def test_a_batch_is_a_batch_whether_it_is_pinned_or_not(pins):
     assert told.remedy.startswith("DataLoader(num_workers")
 
 
+class Made(Dataset):
+    """64 numbers a sample, which are made beforehand."""
+
+    def __init__(self) -> None:
+        self.data = torch.zeros(32_768, 64)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.data[index]
+
+
+def test_batches_that_workers_hand_over_are_no_work_of_the_host_and_grow_as_they_do():
+    """A larger batch is told the time that it takes when it is run."""
+
+    def step(batch_size):
+        with flopmeter.cuda(A100) as device:
+            net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).cuda()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for batch in DataLoader(Made(), batch_size=batch_size, num_workers=1):
+                net(batch.cuda()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return device.report().step
+
+    small = step(64)
+    assert not [each.what for each in small.advice if "on tensors of its own" in each.what]
+    (told,) = (each for each in small.advice if "times the batch" in each.remedy)
+    times = int(told.remedy.split()[0])
+    larger = step(64 * times)
+    assert (small.seconds - told.gain_seconds) * times == pytest.approx(larger.seconds, rel=0.05)
+
+
 def test_memory_may_be_asked_for_pinned():
     with flopmeter.cuda(A100):
         assert torch.empty(4, pin_memory=True).is_pinned()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
@@ -273,7 +274,10 @@ class _Paths:
         if graph.part == "backward" or is_compiled_backward():
             tensors = (value for value in args if isinstance(value, Tensor))
             known = (self._recorder.kept_by.get(value.untyped_storage()._cdata) for value in tensors)
-            return next(filter(None, known), "")
+            votes = Counter(
+                path for path in known if path is not None
+            )  # a condition is kept by all that it is given to
+            return votes.most_common(1)[0][0] if votes else ""
         return self._of_frame(graph)
 
     def keep(self, graph: CompiledGraph, root: str, results: list[Any]) -> None:

@@ -8,12 +8,23 @@ no entry here. At a branch on such a value its programs go the longer way, which
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from flopmeter.costs.rules import make_contraction, make_cost, rule
 from flopmeter.costs.traffic import regions
-from flopmeter.records import ELEMENTWISE, MOVEMENT, UNCOUNTED, Call, Cost, Kernel, Matmul, TritonBody, TritonOp
+from flopmeter.records import (
+    ELEMENTWISE,
+    MOVEMENT,
+    UNCOUNTED,
+    Call,
+    Cost,
+    Kernel,
+    Matmul,
+    OpsBody,
+    TritonBody,
+    TritonOp,
+)
 from flopmeter.records.bodies import ATOMICS
 from flopmeter.records.dtypes import DTYPES
 from flopmeter.torch_names.own_operators import own
@@ -86,9 +97,18 @@ def why_uncounted(body: TritonBody) -> str:
 
 def uncounted_notes(kernels: Iterable[Kernel]) -> list[str]:
     """For each Triton kernel that is not counted: why."""
-    bodies = dict.fromkeys(body for kernel in kernels if isinstance(body := kernel.op.call.body, TritonBody))
+    bodies = dict.fromkeys(body for kernel in kernels for body in _bodies(kernel.op.call))
     reasons = ((body.kernel, why_uncounted(body)) for body in bodies)
     return list(dict.fromkeys(f"uncounted: the Triton kernel {name}, for {why}" for name, why in reasons if why))
+
+
+def _bodies(call: Call) -> Iterator[TritonBody]:
+    """Of the kernel that it launches, or of those that the Python of a custom op does."""
+    if isinstance(call.body, TritonBody):
+        yield call.body
+    elif isinstance(call.body, OpsBody):
+        for op in call.body.ops:
+            yield from _bodies(op.call)
 
 
 def _touched(call: Call, body: TritonBody) -> tuple[int | None, int | None]:

@@ -48,6 +48,7 @@ class BackwardPass(NamedTuple):
 
     op: int
     nodes: int
+    creates_graph: bool = False  # of itself, so that a later one can go through it
 
 
 class ForwardEnd(NamedTuple):

@@ -50,7 +50,12 @@ def where_to_win(report: Report) -> WhereToWin | None:
 
 def cautions(report: Report) -> list[str]:
     """What the reader must know before believing the time; often nothing."""
-    return [line for line in (report.caution, _of_first_step(report)) if line]
+    return [line for line in (report.caution, _of_first_step(report), _of_uncounted(report)) if line]
+
+
+def _of_uncounted(report: Report) -> str:
+    names = ", ".join(f"{row.name} ({row.calls})" for row in report.uncounted)
+    return f"the time may be far too small: of {names} only the bytes are known" if names else ""
 
 
 def _of_first_step(report: Report) -> str:

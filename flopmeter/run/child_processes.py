@@ -8,12 +8,16 @@ Until: dispatch modes end at a fork; for shims never.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.spawn
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing import reductions
 
 from flopmeter.run.patches import Patch, applied
 from flopmeter.run.shims import importable
@@ -33,6 +37,18 @@ def forks_unmetered() -> Iterator[None]:
         yield
     finally:
         _open_runs -= 1
+
+
+def patches() -> Iterator[Patch]:
+    """What another process hands over is no work of this one, and no new tensor of its step."""
+    rebuild = reductions.rebuild_tensor
+
+    @functools.wraps(rebuild)
+    def unmetered(*args: Any, **kwargs: Any) -> Tensor:
+        with no_dispatch_modes():
+            return rebuild(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    yield Patch(reductions, rebuild.__name__, unmetered, "a worker's batch was made there")
 
 
 def _leave_modes() -> None:

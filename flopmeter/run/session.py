@@ -207,6 +207,7 @@ class ScriptSession:
         files = WeightFiles(self.named, self.note, self.wishes.without_weights)
         answers = undo.enter_context(applied(list(self.cuda.patches())))
         undo.enter_context(applied(list(files.patches())))
+        undo.enter_context(applied(list(child_processes.patches())))
         undoing += undo.enter_context(applied(list(InitialValues(self.named, self.note).patches())))
         return undoing, answers
 

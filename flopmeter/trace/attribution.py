@@ -74,7 +74,8 @@ class Attribution:
             return ("backward" if is_compiled_backward() else "forward"), self._modules.path
         if task != self._creates_graph[0]:
             self._creates_graph = (task, _creates_graph())
-            self._trace.backward_passes.append(BackwardPass(len(self._trace.ops), node_count() - self._nodes))
+            recorded = node_count() - self._nodes
+            self._trace.backward_passes.append(BackwardPass(len(self._trace.ops), recorded, self._creates_graph[1]))
             self.begin()
         recompute = torch.is_grad_enabled() and not self._creates_graph[1]
         return ("recompute" if recompute else "backward"), self._path_in_backward()

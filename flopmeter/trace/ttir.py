@@ -185,6 +185,8 @@ class _Interpreter:
                 self._bind(statement, self.run(callee[1], given, weight), values)
             elif name in ("tt.reduce", "tt.scan"):
                 self._combine(statement, values, weight)
+            elif name == "scf.while" and _waits(statement):
+                continue
             elif statement.regions or name == UNREADABLE:
                 self.unknown[name] = None
             else:
@@ -310,6 +312,13 @@ class _Interpreter:
             return None
         index = torch.arange(self.programs, device="cpu") // prod(self.grid[:axis])
         return index % self.grid[axis]
+
+
+def _waits(loop: Statement) -> bool:
+    """Whether it does nothing but ask, atomically, if another program has left a lock: it is taken to be free."""
+    inside = {each.name for _, body in loop.regions for each in body}
+    others = (name for name in inside - {*ATOMICS} if not name.startswith("arith."))
+    return not inside.isdisjoint(ATOMICS) and {*others} <= {"scf.condition", "scf.yield"}
 
 
 def values_in(text: str) -> list[str]:

@@ -28,6 +28,7 @@ from flopmeter.report.advice.found_attention import (
 )
 from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of, dense, fused
 from flopmeter.report.advice.masks import bias_for_kernel
+from flopmeter.report.advice.passes import are_differentiated
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy
 from flopmeter.report.advice.rewrite import (
     are_in_torch,
@@ -42,6 +43,7 @@ from flopmeter.torch_names.operators import aten
 
 _OF_TORCH = "need_weights=False in the calls of nn.MultiheadAttention, which then runs fused attention"
 _WITHOUT_MODULE = "F.scaled_dot_product_attention (attn_implementation='sdpa')"
+_BUT_TWICE = ", but where gradients of gradients are taken, which it has not"
 
 _MakesFused = Callable[[Trace, Materialised, Hardware], dict[int, Op]]
 """Gives the fused ops, by the index of the op in whose place they stand. Raises NoKernelError if there are none."""
@@ -73,6 +75,9 @@ def _instead(report: Report, trace: Trace, kernels: _MakesFused) -> Iterator[Pro
         averaged = _averaged_over_heads(trace, attention)
         if any(uses[number][-1] not in attention.ops for number in averaged):
             continue  # the program reads the weights, which no fused kernel gives
+        if are_differentiated(trace, attention.ops):
+            change.leaves_some = True  # a fused gradient has none
+            continue
         with contextlib.suppress(NoKernelError):
             change.add(op, attention, kernels(trace, attention, report.hardware), is_averaged=bool(averaged))
     if not change.found or not are_in_torch(change.put_in.values()):
@@ -93,6 +98,7 @@ class _FusedInstead:
         self._read = set[tuple[str, str, int]]()  # module, phase and storage of the queries
         self._needs_mask = False
         self._all_average = True
+        self.leaves_some = False
 
     def add(self, softmax: Op, attention: Materialised, put_in: dict[int, Op], *, is_averaged: bool) -> None:
         self.found.append(softmax)
@@ -113,7 +119,7 @@ class _FusedInstead:
     def remedy(self, kernels: _MakesFused) -> str:
         if kernels is _flexed:
             return FLEX
-        return _OF_TORCH if self._all_average else _WITHOUT_MODULE
+        return (_OF_TORCH if self._all_average else _WITHOUT_MODULE) + _BUT_TWICE * self.leaves_some
 
     def made(self, trace: Trace, uses: dict[int, list[int]]) -> Trace:
         """The changed program, without what only these attentions needed."""

@@ -78,6 +78,8 @@ class _UnderAutocast:
             self._cast_gradients(index, op, policy, made, was_narrow)
         else:
             self._note(policy, op, read, results)
+        if op.call.body is not None:
+            return op._replace(storages=tuple(place.get(number, number) for number in op.storages))
         return rebuilt(op, typed)
 
     def _tensor_was_narrow(self, op: Op) -> bool | None:
@@ -154,7 +156,10 @@ class _UnderAutocast:
 
 
 def policy_of(op: Op) -> Policy:
-    """What autocast does with an op that it meets."""
+    """What autocast does with an op that it meets. The program's own kernels were read for the types that they have,
+    and keep them."""
+    if op.call.body is not None:
+        return "wide"
     func = op.call.func
     name = func._schema.name.partition("::")[2]
     base = name.removesuffix("_data").removesuffix("_backward").removesuffix("_forward")

@@ -40,6 +40,8 @@ def larger_batch(report: Report, trace: Trace) -> Iterator[Proposal]:
         return
     if any(op.call.groups and op.packet not in _PICK for op in trace.ops):  # lengths of sequences and experts' groups
         return
+    if any("kernel" in op.call.kwargs and op.phase != "optimizer" for op in trace.ops):
+        return  # the compiler's kernels, whose bytes and FLOPs are known for the sizes that they were made for
     if not any(op.module for op in trace.ops):  # a solver on one matrix has no batch
         return
     held = sum(size for name, size in report.memory.at_peak.items() if name in OF_WEIGHTS)

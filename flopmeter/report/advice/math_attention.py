@@ -17,6 +17,7 @@ from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.attention import ends, makers_of_masks, results, views_of_nothing
 from flopmeter.report.advice.found_attention import PRODUCTS, Materialised, around, reads_elsewhere, uses_of
 from flopmeter.report.advice.fused_attention import Bias, dense, fused
+from flopmeter.report.advice.passes import are_differentiated
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy
 from flopmeter.report.advice.rewrite import (
     Mark,
@@ -45,7 +46,7 @@ def attention_that_no_kernel_takes(report: Report, trace: Trace) -> Iterator[Pro
     """A call of scaled_dot_product_attention that could run as one kernel, and does not."""
     by_cause = defaultdict[tuple[str, str], list[_MathPath]](list)
     for path in math_paths(trace, report.unfused):
-        if path.call is not None:
+        if path.call is not None and not are_differentiated(trace, path.ops):
             by_cause[path.call.why, path.call.remedy].append(path)
     for cause, paths in by_cause.items():
         put_in = {place: op for path in paths for place, op in _fused(trace, path).items()}

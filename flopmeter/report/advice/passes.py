@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Iterable
+from itertools import groupby, pairwise
 
 from flopmeter.records import Trace
 
@@ -26,11 +27,12 @@ def grown_in(trace: Trace, part: range) -> set[int]:
 
 
 def differentiates_gradients(trace: Trace) -> bool:
-    """Whether a backward pass goes through an earlier one, as after autograd.grad(create_graph=True): it reads what
-    that one made, other than gradients to which it adds."""
-    earlier = set[int]()  # ops
-    for part in backward_passes(trace):
-        if any(trace.storages[number].born in earlier for number in read_in(trace, part) - grown_in(trace, part)):
-            return True
-        earlier.update(part)
-    return False
+    """Whether a backward pass may go through an earlier one, as after autograd.grad(create_graph=True)."""
+    return any(each.creates_graph for each in trace.backward_passes[:-1])
+
+
+def are_differentiated(trace: Trace, ops: Iterable[int]) -> bool:
+    """Whether a later backward pass may go through one of these ops of an earlier one."""
+    passes = pairwise(trace.backward_passes)
+    parts = [range(each.op, after.op) for each, after in passes if each.creates_graph]
+    return any(trace.ops[index].phase != "forward" and any(index in part for part in parts) for index in ops)
