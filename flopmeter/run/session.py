@@ -29,6 +29,7 @@ from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory, grown_bytes
 from flopmeter.run.graph_pools import GraphPool
+from flopmeter.run.host_work import HostWork
 from flopmeter.run.initial_values import InitialValues
 from flopmeter.run.loading import DataLoaders
 from flopmeter.run.own_code import imported_by_name
@@ -104,7 +105,7 @@ class ScriptSession:
         self.steps = Steps(self, wishes.marker, wishes.steps, _say)
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
-        self._loaders = DataLoaders(self.now)
+        self._loaders, self._host_work = DataLoaders(self.now), HostWork(self.now)
         self._is_open = False
         self._replays = 0
         self._pools: defaultdict[object, GraphPool] = defaultdict(lambda: GraphPool(self.meter.trace))
@@ -185,6 +186,8 @@ class ScriptSession:
             self.meter.on_compiled_call = self.steps.on_compiled_call
             undo.enter_context(self.meter)
             self._watch_program(undo, undoing, answers)
+            if self.wishes.gpus == 1:
+                undo.enter_context(self._host_work.watched())
             self._is_open = True
             try:
                 yield self
@@ -261,7 +264,9 @@ class ScriptSession:
             "in eval mode": parts.evaluation,
         }
         mode = mode or self.wishes.mode
-        reports = {name: self._part(ops, mode, ops is parts.steady) for name, ops in ranges.items() if ops}
+        reports = {
+            name: self._part(ops, mode, parts if ops is parts.steady else None) for name, ops in ranges.items() if ops
+        }
         step = reports.get("steady step") or reports.get("first step") or reports["setup"]
         steps = list(self._reports_of_steps(parts, step, mode))
         seconds, flops = tuple(each.seconds for each in steps), tuple(each.flops for each in steps)
@@ -296,17 +301,27 @@ class ScriptSession:
         of_step = [op for number in ops if (op := self.meter.trace.ops[number]).module and op.phase == "forward"]
         return tuple((op.module, op.call.func) for op in of_step), tuple(id(op.call) for op in of_step)
 
-    def _part(self, ops: range, mode: Mode | None, repeats: bool) -> Report:
-        report = self.meter.report(ops=ops, mode=mode, repeats=repeats)
+    def _part(self, ops: range, mode: Mode | None, steady: Parts | None) -> Report:
+        """`steady`: the parts of the run, of whose steady step these are the ops."""
+        report = self.meter.report(ops=ops, mode=mode, repeats=steady is not None)
         caution = report.caution
         if self.memory.overflow and report.memory.fits(self.hardware):
             caution = caution or WENT_ON
-        caution = caution or (self._growth(ops, report) if repeats else "")
-        loads = list(self._loaders.of(ops)) if repeats and not self._is_open else []
-        told = {each.told(report.seconds): each.holds_up(report.seconds) for each in loads}
-        caution = caution or "; ".join(text for text, holds_up in told.items() if holds_up)
-        hidden = (text for text, holds_up in told.items() if not holds_up)
+        caution = caution or (self._growth(ops, report) if steady else "")
+        holding_up, hidden = self._work_of_the_host(ops, steady, report.seconds) if steady else ([], [])
+        caution = "; ".join(filter(None, (caution, *holding_up)))
         return replace(report, notes=(*report.notes, *self.own_notes(), *hidden), caution=caution)
+
+    def _work_of_the_host(self, ops: range, parts: Parts, step_seconds: float) -> tuple[list[str], list[str]]:
+        """What the host does besides, which was measured here: in words, where the device would wait for it, and where
+        it would not."""
+        if self._is_open:  # a batch can be loaded once the program has ended
+            return [], []
+        loads = list(self._loaders.of(ops))
+        own = self._host_work.of([step for _, step in parts.later], step_seconds)
+        holding_up = [each.told(step_seconds) for each in loads if each.holds_up(step_seconds)]
+        hidden = [each.told(step_seconds) for each in loads if not each.holds_up(step_seconds)]
+        return holding_up + ([own.told()] if own else []), hidden
 
     def _growth(self, ops: range, report: Report) -> str:
         """A caution where each step leaves memory behind that fills the device sooner or later; else ''."""
