@@ -12,7 +12,7 @@ from typing import Any
 
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import BlockCount, BodyOp, FlexBody, Op, TensorSpec
-from flopmeter.report.advice.fused_attention import NoKernelError, Operands
+from flopmeter.report.advice.fused_attention import FusedCall, NoKernelError
 from flopmeter.report.advice.rewrite import each_tensor, in_place_of
 from flopmeter.torch_names.operators import aten
 from flopmeter.torch_names.own_operators import own_overloads
@@ -43,16 +43,17 @@ def body_of(on_scores: Sequence[Op], queries: int, keys: int, device: Hardware, 
     return FlexBody(_blocks(queries, keys, is_causal=is_causal), tuple(map(_on_one, on_scores)), (), False)
 
 
-def flexed(op: Op, qkv: Operands, out: TensorSpec, sums: TensorSpec, body: FlexBody) -> Op:
+def flexed(op: Op, call: FusedCall, body: FlexBody) -> Op:
     """The kernel in the place of an op, forward or backward as that is. The results of the backward kernel are written
     over q, k and v, which does not change the price."""
+    qkv, out, sums = call.qkv, call.out, call.sums
     read: tuple[TensorSpec, ...]
     made: tuple[TensorSpec, ...]
     if op.phase == "backward":
-        func, read, made = own_overloads.flex_attention_backward.default, (*qkv, out, sums, out), tuple(qkv)
+        func, read, made = own_overloads.flex_attention_backward.default, (*qkv, out, sums, out), qkv
         settings: dict[str, Any] = {"grad_logsumexp": None, "blocks": (), "captured": (), "learned": ()}
     else:
-        func, read, made = own_overloads.flex_attention.default, tuple(qkv), (out, sums)
+        func, read, made = own_overloads.flex_attention.default, qkv, (out, sums)
         settings = {"blocks": (), "captured": (), "keeps_lse": True, "keeps_max": False}
     placed = in_place_of(op, func, read, settings, read, made)
     return placed._replace(call=dataclasses.replace(placed.call, body=body))

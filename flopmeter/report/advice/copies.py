@@ -15,14 +15,8 @@ import torch
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.memory_format import strides_of
-from flopmeter.report.advice.fused_attention import (
-    Bias,
-    NoKernelError,
-    Operands,
-    backend_of,
-    is_fused_attention,
-    operands_of,
-)
+from flopmeter.report.advice.found_attention import Operands
+from flopmeter.report.advice.fused_attention import Bias, NoKernelError, backend_of, is_fused_attention, operands_of
 from flopmeter.report.advice.remedies import Proposal, remedy, with_other_ops
 from flopmeter.report.advice.rewrite import is_view, rebuilt
 from flopmeter.report.report import Report

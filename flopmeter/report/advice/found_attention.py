@@ -1,230 +1,263 @@
 """The attentions of a program that write their scores to memory.
 
 Around each softmax, one that is written out too, the tensors of the scores' size are found (scores, mask,
-probabilities, dropout, their gradients); all ops that touch one are the attention, with the copies that only feed these
-or take their results.
+probabilities, dropout, their gradients). All ops that touch one are the attention, with the copies that only feed its
+products or take their results.
+
+On the math path of scaled_dot_product_attention torch also casts q, k and v to fp32, multiplies q and k by the root of
+the scale, and casts the result back (_scaled_dot_product_attention_math in ATen/native/transformers/attention.cpp).
+These ops are not the program's own, and belong to the attention too.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Container, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Set
+from typing import Literal, NamedTuple
 
-from flopmeter.records import Op, TensorSpec, Trace
+import torch
+
+from flopmeter.costs.access import HALVES
+from flopmeter.records import Op, TensorSpec
+from flopmeter.report.advice.graph import Graph
 from flopmeter.report.advice.rewrite import is_dense, makes_no_storage
 from flopmeter.torch_names.operators import aten
 
-SOFTMAX = (aten._softmax, aten._safe_softmax)
-PRODUCTS = (aten.bmm, aten.baddbmm, aten.mm, aten.matmul)
-COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.contiguous)
-RESHAPES = (aten.expand, aten.view, aten._unsafe_view)
-_TRIANGLES = (aten.tril, aten.triu, aten.tril_, aten.triu_)
+Operands = tuple[TensorSpec, TensorSpec, TensorSpec]
+ProductStep = Literal["scaling", "cast", "copy"]
+"""What an op next to a product of attention does to an operand or a result."""
+COPIES: frozenset[ProductStep] = frozenset({"copy"})
+
+_SOFTMAX = (aten._softmax, aten._safe_softmax)
+_PRODUCTS = (aten.bmm, aten.baddbmm, aten.mm, aten.matmul)
+_COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.contiguous)
+_RESHAPES = (aten.expand, aten.view, aten._unsafe_view)
+_TRIANGLES = (aten.tril, aten.triu)
 _ADDITIONS = (aten.add, aten.add_)
 _COMPARISONS = (aten.le, aten.lt, aten.ge, aten.gt)
+_NOT_ON_SCORES = (*_PRODUCTS, *_SOFTMAX, *_COPIES, *_RESHAPES, aten._softmax_backward_data)
 
 
-class Materialised(NamedTuple):
-    """The ops of one attention, and the inputs of its matmuls."""
+class FoundAttention(NamedTuple):
+    """An attention: its ops, by their indices in the trace, and what goes in and out."""
 
-    ops: set[int]
-    scores: int  # op: q @ k^T
-    values: int  # op: p @ v
-    softmax: TensorSpec
-    operands: tuple[TensorSpec, TensorSpec, TensorSpec]  # q, k, v before any copy
-    gradients: set[int]  # storages that its backward pass gives to others
+    forward: tuple[int, ...]  # in order
+    backward: tuple[int, ...]
+    scoring: int  # of the forward ops: q @ k^T
+    mixing: int  # of the forward ops: p @ v
+    scores: TensorSpec  # that the softmax takes: [..., queries, keys]
+    on_scores: tuple[Op, ...]  # those, in both passes, that make scores of scores: what scales, masks or bends them
+    qkv: Operands  # before what only prepares them
+    result: int  # the storage that the program is given
+    gradients: frozenset[int]  # storages that its backward pass gives to the program
+    averages: frozenset[int]  # storages of the mean of the heads' probabilities, which nn.MultiheadAttention gives too
     is_causal: bool
     dropout: float
-    biases: tuple[TensorSpec, ...]  # added to the scores, as the program has them
-    bias_gradient: TensorSpec | None  # of the scores' size: what the sum that gives the bias its gradient reads
+    masks: tuple[TensorSpec, ...]  # added to the scores, as the program has them; a causal one is none of them
+    mask_gradient: TensorSpec | None  # of the scores' size: what the sum that gives a mask its gradient reads
+
+    @property
+    def ops(self) -> set[int]:
+        return {*self.forward, *self.backward}
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ops in whose places fused ones stand: of the forward pass, and of the backward pass if there is one."""
+        return self.mixing, *self.backward[-1:]
 
 
-def uses_of(trace: Trace) -> dict[int, list[int]]:
-    """The ops that touch each storage."""
-    uses: dict[int, list[int]] = defaultdict(list)
-    for index, op in enumerate(trace.ops):
-        for number in set(op.storages):
-            uses[number].append(index)
-    return uses
+def softmaxes(graph: Graph, *, of_math_path: bool) -> Iterator[int]:
+    """The softmaxes of forward passes that can be of scores: those of SDPA's math path, which alone runs _safe_softmax,
+    or all others."""
+    for index, op in enumerate(graph.ops):
+        is_wanted = (op.packet is aten._safe_softmax) == of_math_path and op.phase in ("forward", "recompute")
+        if is_wanted and _is_softmax(graph, index) and len(op.inputs[0].shape) > 2:
+            yield index
 
 
-def around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> Materialised | None:
-    """The attention around a softmax. None if no matmul makes its scores, or none takes its probabilities."""
-    ops, spec = trace.ops, trace.ops[softmax].inputs[0]
-    if len(spec.shape) < 3:
-        return None
-    scores = _of_scores(trace, uses, softmax)
-    touched = {index for number in scores for index in uses[number] if not makes_no_storage(ops[index])}
-    if sum(is_softmax(trace, uses, index) for index in touched) != 1:
-        return None
-    products = [index for index in sorted(touched) if ops[index].packet in PRODUCTS]
-    phase = ops[softmax].phase
-    made = [index for index in products if ops[index].phase == phase and _writes(ops[index], scores)]
-    taken = [index for index in products if ops[index].phase == phase and not _writes(ops[index], scores)]
-    if len(made) != 1 or len(taken) != 1:
-        return None
-    dropped = touched | _copies_around(trace, uses, touched, scores)
-    dropped |= {place for index in (*made, *taken) for place in _reshapes_before(trace, index, dropped)}
-    q, k = ops[made[0]].inputs[-2:]
-    (v,) = (each for each in ops[taken[0]].inputs if each.storage not in scores)
-    operands = tuple(_before_copies(trace, each, dropped) for each in (q, k, v))
-    assert len(operands) == 3
-    backward = (ops[index] for index in products if ops[index].phase == "backward")
-    gradients = {out.storage for op in backward for out in op.outputs} - scores
-    biases, gradient = _biases(trace, uses, touched, scores, spec)
-    is_causal = not biases and _is_causal(trace, uses, touched, spec)
-    if gradient is not None:
-        dropped -= {index for index in touched if _sums_bias_gradient(ops[index], spec)}
-    return Materialised(
-        dropped, made[0], taken[0], spec, operands, gradients, is_causal, _dropout(trace, touched), biases, gradient
-    )
-
-
-def is_softmax(trace: Trace, uses: dict[int, list[int]], index: int) -> bool:
+def _is_softmax(graph: Graph, index: int) -> bool:
     """Whether the op is a softmax, or the exponential in one that is written out, which sums each row."""
-    op = trace.ops[index]
+    op = graph.ops[index]
     if op.packet is not aten.exp:
-        return op.packet in SOFTMAX
+        return op.packet in _SOFTMAX
     out = op.outputs[0]
-    readers = (trace.ops[place] for place in uses[out.storage] if place > index)
+    readers = (graph.ops[place] for place in graph.readers(out.storage))
     sums = (each for each in readers if each.packet is aten.sum and each.phase == op.phase)
     return any(each.inputs[0].shape == out.shape and each.outputs[0].shape == (*out.shape[:-1], 1) for each in sums)
 
 
-def _biases(
-    trace: Trace, uses: dict[int, list[int]], touched: set[int], scores: set[int], square: TensorSpec
-) -> tuple[tuple[TensorSpec, ...], TensorSpec | None]:
-    """What is added to the scores and is no causal mask (SDPA takes it as its mask), and the op that gives it its
-    gradient."""
-    ops = [trace.ops[index] for index in sorted(touched)]
-    added = (
-        spec
-        for op in ops
-        if op.phase != "backward" and op.packet in _ADDITIONS
-        for spec in op.inputs
-        if spec.storage not in scores and len(spec.shape) >= 2 and spec.shape[-1] == square.shape[-1]
-    )
-    biases = tuple(spec for spec in added if not _is_causal_mask(trace, uses, spec, square))
-    summed = (op.inputs[0] for op in ops if _sums_bias_gradient(op, square))
-    return biases, next(summed, None) if biases else None
+def attention_around(graph: Graph, softmax: int, steps: Set[ProductStep] = COPIES) -> FoundAttention | None:
+    """The attention of a softmax, with ops next to its products that do one of these steps. None if no matmul makes its
+    scores, or none takes its probabilities."""
+    around, phase = _AroundSoftmax(graph, softmax), graph.ops[softmax].phase
+    products = [index for index in around.products if graph.ops[index].phase == phase]
+    scoring = [index for index in products if around.makes_scores(index)]
+    mixing = [index for index in products if not around.makes_scores(index)]
+    count = sum(_is_softmax(graph, index) for index in around.ops)
+    is_one = len(scoring) == len(mixing) == count == 1
+    return around.attention(scoring[0], mixing[0], steps) if is_one else None
 
 
-def _sums_bias_gradient(op: Op, square: TensorSpec) -> bool:
-    """Whether it sums the gradients that all sequences, or all heads, give to a bias that they share."""
-    if op.phase != "backward" or op.packet is not aten.sum:
-        return False
-    return op.inputs[0].shape[-2:] == op.outputs[0].shape[-2:] == square.shape[-2:]
+class _AroundSoftmax:
+    """The ops around a softmax: those that touch a tensor of the scores' size, and then those next to its products."""
 
+    def __init__(self, graph: Graph, softmax: int) -> None:
+        self._graph, self.scores = graph, graph.ops[softmax].inputs[0]
+        self._of_scores = self._storages_of_scores(graph.ops[softmax])
+        touching = (index for number in self._of_scores for index in graph.touching[number])
+        self.ops = {index for index in touching if not makes_no_storage(graph.ops[index])}
+        self.products = [index for index in sorted(self.ops) if graph.ops[index].packet in _PRODUCTS]
 
-def _of_scores(trace: Trace, uses: dict[int, list[int]], softmax: int) -> set[int]:
-    """Storages of the scores' size that ops other than matmuls make from one another."""
-    square = trace.ops[softmax].inputs[0]
-    scores = {spec.storage for spec in (*trace.ops[softmax].inputs, *trace.ops[softmax].outputs)}
-    todo = list(scores)
-    while todo:
-        for index in uses[todo.pop()]:
-            op = trace.ops[index]
-            if op.packet in PRODUCTS:
-                continue
-            for spec in (*op.inputs, *op.outputs):
-                alike = spec.numel == square.numel and spec.shape[-2:] == square.shape[-2:] and is_dense(spec)
-                if alike and spec.storage not in scores and trace.storages[spec.storage].born >= 0:
-                    scores.add(spec.storage)
+    def _storages_of_scores(self, softmax: Op) -> set[int]:
+        """Storages of the scores' size that ops other than matmuls make from one another."""
+        size, found = self.scores, softmax.reads | softmax.makes
+        todo = list(found)
+        while todo:
+            ops = (self._graph.ops[index] for index in self._graph.touching[todo.pop()])
+            for spec in (spec for op in ops if op.packet not in _PRODUCTS for spec in (*op.inputs, *op.outputs)):
+                is_alike = spec.numel == size.numel and spec.shape[-2:] == size.shape[-2:] and is_dense(spec)
+                if is_alike and spec.storage not in found and self._graph.maker(spec.storage) is not None:
+                    found.add(spec.storage)
                     todo.append(spec.storage)
-    return scores
+        return found
+
+    def makes_scores(self, product: int) -> bool:
+        return not self._of_scores.isdisjoint(self._graph.ops[product].makes)
+
+    def attention(self, scoring: int, mixing: int, steps: Set[ProductStep]) -> FoundAttention:
+        ops, touching = self._graph.ops, [self._graph.ops[index] for index in sorted(self.ops)]
+        operands = {index: self._take_operands(ops[index], steps) for index in self.products}
+        results = {
+            index: self._take_after(ops[index], steps) for index in self.products if not self.makes_scores(index)
+        }
+        self._take_reshapes_before(scoring)
+        self._take_reshapes_before(mixing)
+        masks, mask_gradient = self._masks(touching)
+        if mask_gradient is not None:  # the program goes on to sum it up
+            self.ops = {index for index in self.ops if not self._sums_mask_gradient(ops[index])}
+        backward = [index for index in sorted(self.ops) if ops[index].phase == "backward"]
+        gradients = {made for index, made in results.items() if index in backward}
+        if steps != COPIES:  # what the math path does not finish keeps its layout
+            gradients = {made for made in gradients if self._graph.maker(made) not in self.products}
+        q, k = operands[scoring][-2:]
+        return FoundAttention(
+            forward=tuple(sorted(self.ops.difference(backward))),
+            backward=tuple(backward),
+            scoring=scoring,
+            mixing=mixing,
+            scores=self.scores,
+            on_scores=tuple(op for op in touching if self._is_on_scores(op)),
+            qkv=(q, k, operands[mixing][-1]),
+            result=results[mixing],
+            gradients=frozenset(gradients),
+            averages=self._averages(touching),
+            is_causal=not masks and self._has_causal_mask(touching),
+            dropout=next((float(op.call.args[1]) for op in touching if op.packet is aten.native_dropout), 0.0),
+            masks=masks,
+            mask_gradient=mask_gradient,
+        )
+
+    def _take_operands(self, product: Op, steps: Set[ProductStep]) -> list[TensorSpec]:
+        operands = (spec for spec in product.inputs if spec.storage not in self._of_scores)
+        return [self._take_before(spec, steps) for spec in operands]
+
+    def _take_before(self, operand: TensorSpec, steps: Set[ProductStep]) -> TensorSpec:
+        """The operand before the ops that only prepare it: nothing else reads what they make. Before a cast the
+        program's own ops begin."""
+        while (maker := self._graph.maker(operand.storage)) is not None:
+            op = self._graph.ops[maker]
+            step = _step_of(op)
+            if step is None or step not in steps or not self._graph.is_read_only_by(operand.storage, self.ops):
+                break
+            self.ops.add(maker)
+            operand = op.inputs[0]
+            if step == "cast":
+                break
+            if step == "scaling":
+                steps = steps - {"scaling"}
+        return operand
+
+    def _take_after(self, product: Op, steps: Set[ProductStep]) -> int:
+        """The storage of the product's result, which these ops finish, each step once and in this order. The math path
+        scales gradients alone. Where all but copies are the program's own steps, the result is what it copies."""
+        storage = product.outputs[0].storage
+        for step in ("scaling", "cast", "copy"):
+            readers = self._graph.readers(storage)
+            if len(readers) != 1 or readers[0] in self.ops:
+                break
+            op = self._graph.ops[readers[0]]
+            if step in steps and step == _step_of(op) and (step != "scaling" or op.phase == "backward"):
+                self.ops.add(readers[0])
+                storage = op.outputs[0].storage
+        return product.outputs[0].storage if steps == COPIES else storage
+
+    def _take_reshapes_before(self, product: int) -> None:
+        """The views that torch.matmul makes of its operands before a product of batches."""
+        index = product - 1
+        while index in self.ops or self._graph.ops[index].packet in _RESHAPES:
+            self.ops.add(index)
+            index -= 1
+
+    def _is_on_scores(self, op: Op) -> bool:
+        return op.packet not in _NOT_ON_SCORES and any(out.numel == self.scores.numel for out in op.outputs)
+
+    def _averages(self, touching: list[Op]) -> frozenset[int]:
+        means = (op for op in touching if op.packet is aten.mean and op.phase != "backward")
+        made = (spec for op in means for spec in op.outputs)
+        return frozenset(spec.storage for spec in made if spec.shape[-2:] == self.scores.shape[-2:])
+
+    def _masks(self, touching: list[Op]) -> tuple[tuple[TensorSpec, ...], TensorSpec | None]:
+        """What is added to the scores and is no causal mask (SDPA takes it as its mask), and what the sum that gives it
+        its gradient reads."""
+        sums = (op for op in touching if op.packet in _ADDITIONS and op.phase != "backward")
+        added = (spec for op in sums for spec in op.inputs if spec.storage not in self._of_scores)
+        masks = tuple(
+            spec
+            for spec in added
+            if len(spec.shape) >= 2 and spec.shape[-1] == self.scores.shape[-1] and not self._is_causal_mask(spec)
+        )
+        gradients = (op.inputs[0] for op in touching if self._sums_mask_gradient(op))
+        return masks, next(gradients, None) if masks else None
+
+    def _sums_mask_gradient(self, op: Op) -> bool:
+        """Whether it sums the gradients that all sequences, or all heads, give to a mask that they share."""
+        if op.phase != "backward" or op.packet is not aten.sum:
+            return False
+        return op.inputs[0].shape[-2:] == op.outputs[0].shape[-2:] == self.scores.shape[-2:]
+
+    def _has_causal_mask(self, touching: list[Op]) -> bool:
+        given = (spec for op in touching for spec in op.inputs)
+        return any(self._is_causal_mask(spec) for spec in given if spec.distinct_elements < self.scores.numel)
+
+    def _is_causal_mask(self, spec: TensorSpec) -> bool:
+        """Whether it says for each pair of places in a square of scores whether one comes after the other: it was made
+        of comparisons of places, or all sequences share it, which is assumed to be causal."""
+        *_, queries, keys = self.scores.shape
+        if not queries == keys > 1 or spec.shape[-2:] != (queries, keys):
+            return False
+        return spec.distinct_elements == queries * keys or _compares_places(self._graph, spec.storage)
 
 
-def _writes(op: Op, storages: set[int]) -> bool:
-    return any(spec.storage in storages for spec in op.outputs)
+def _step_of(op: Op) -> ProductStep | None:
+    """The step that the op does, if it does nothing else. A cast is one between 16 bits and fp32."""
+    if op.packet is aten.mul and len(op.inputs) == 1:
+        return "scaling"
+    if op.packet not in _COPIES or not op.inputs:
+        return None
+    types = {op.inputs[0].dtype, op.outputs[0].dtype}
+    if len(types) == 1:
+        return "copy"
+    return "cast" if torch.float32 in types and types & set(HALVES) else None
 
 
-def reads_elsewhere(trace: Trace, uses: dict[int, list[int]], storage: int, within: Container[int]) -> bool:
-    """Whether an op other than those `within`, and the one that made the storage, does more than look at it."""
-    born = trace.storages[storage].born
-    others = (index for index in uses[storage] if index != born and index not in within)
-    return not all(makes_no_storage(trace.ops[index]) for index in others)
-
-
-def _copies_around(trace: Trace, uses: dict[int, list[int]], touched: set[int], scores: set[int]) -> set[int]:
-    """Copies whose result only these ops read, and copies that only transpose a result of these ops."""
-    copies: set[int] = set()
-    for index in touched:
-        op = trace.ops[index]
-        if op.packet not in PRODUCTS:
-            continue
-        for spec in op.inputs:
-            chain = _copies_before(trace, uses, spec.storage, touched | copies) if spec.storage not in scores else ()
-            copies |= set(chain)
-        for spec in op.outputs:
-            after = () if spec.storage in scores else uses[spec.storage]
-            copies |= {place for place in after if place > index and _is_copy(trace.ops[place])}
-    return copies
-
-
-def _reshapes_before(trace: Trace, product: int, dropped: set[int]) -> Iterator[int]:
-    """The views that torch.matmul makes of its operands before a product of batches."""
-    index = product - 1
-    while index in dropped or trace.ops[index].packet in RESHAPES:
-        yield index
-        index -= 1
-
-
-def _copies_before(trace: Trace, uses: dict[int, list[int]], storage: int, within: set[int]) -> list[int]:
-    """The copies that made a storage which no other op reads, the last one first."""
-    chain: list[int] = []
-    while True:
-        born = trace.storages[storage].born
-        if born < 0 or not _is_copy(trace.ops[born]):
-            return chain
-        if reads_elsewhere(trace, uses, storage, within.union(chain)):
-            return chain
-        chain.append(born)
-        storage = trace.ops[born].inputs[0].storage
-
-
-def _is_copy(op: Op) -> bool:
-    return op.packet in COPIES and bool(op.inputs) and op.inputs[0].dtype == op.outputs[0].dtype
-
-
-def _before_copies(trace: Trace, spec: TensorSpec, dropped: set[int]) -> TensorSpec:
-    born = trace.storages[spec.storage].born
-    while born in dropped and _is_copy(trace.ops[born]):
-        spec = trace.ops[born].inputs[0]
-        born = trace.storages[spec.storage].born
-    return spec
-
-
-def _is_causal(trace: Trace, uses: dict[int, list[int]], touched: set[int], square: TensorSpec) -> bool:
-    """Whether a mask of [queries, keys] is applied to a square of scores that says for each pair of places whether one
-    comes after the other: it was made of comparisons of places, or all sequences share it, which is assumed to be
-    causal."""
-    masks = (spec for index in touched for spec in trace.ops[index].inputs)
-    return any(_is_causal_mask(trace, uses, spec, square) for spec in masks if spec.distinct_elements < square.numel)
-
-
-def _is_causal_mask(trace: Trace, uses: dict[int, list[int]], spec: TensorSpec, square: TensorSpec) -> bool:
-    *_, queries, keys = square.shape
-    if not queries == keys > 1 or spec.shape[-2:] != (queries, keys):
-        return False
-    return spec.distinct_elements == queries * keys or _compares_places(trace, uses, spec.storage)
-
-
-def _compares_places(trace: Trace, uses: dict[int, list[int]], storage: int) -> bool:
+def _compares_places(graph: Graph, storage: int) -> bool:
     """Whether the storage depends on no data and was made with a triangle or by comparing two tensors."""
     known, todo, compares = {storage}, [storage], False
     while todo:
-        number = todo.pop()
-        if trace.storages[number].born < 0:
+        maker = graph.maker(todo.pop())
+        if maker is None:
             return False
-        for op in (trace.ops[index] for index in uses[number]):
-            if makes_no_storage(op) or not _writes(op, {number}):
-                continue
-            compares |= op.packet in _TRIANGLES or (op.packet in _COMPARISONS and len(op.inputs) == 2)
-            todo += op.reads - known
-            known |= op.reads
+        op = graph.ops[maker]
+        compares |= op.packet in _TRIANGLES or (op.packet in _COMPARISONS and len(op.inputs) == 2)
+        todo += op.reads - known
+        known |= op.reads
     return compares
-
-
-def _dropout(trace: Trace, touched: set[int]) -> float:
-    ops = (trace.ops[index] for index in touched)
-    return next((float(op.call.args[1]) for op in ops if op.packet is aten.native_dropout), 0.0)

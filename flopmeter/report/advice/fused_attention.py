@@ -13,12 +13,12 @@ from flopmeter.as_cuda.attention_rules import Operand, SdpaCall, Settings, choos
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, TensorSpec
 from flopmeter.records.memory_format import dense_strides
+from flopmeter.report.advice.found_attention import FoundAttention, Operands
 from flopmeter.report.advice.rewrite import in_place_of
 from flopmeter.report.unfused_attention import BACKENDS
 from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.torch_names.operators import aten_overloads
 
-Operands = tuple[TensorSpec, TensorSpec, TensorSpec]
 _FUSED = "_scaled_dot_product_"  # in front of the backend in the names of torch's operators
 
 
@@ -45,21 +45,33 @@ def backend_of(qkv: Operands, device: Hardware, *, is_causal: bool, dropout: flo
     return BACKENDS[chosen]
 
 
-def fused(
-    op: Op,
-    qkv: Operands,
-    out: TensorSpec,
-    sums: TensorSpec,
-    backend: str,
-    *,
-    is_causal: bool,
-    dropout: float = 0.0,
-    bias: Bias | None = None,
-) -> Op:
+class FusedCall(NamedTuple):
+    """What a fused kernel takes, and what it makes of that."""
+
+    qkv: Operands  # [batch, heads, rows, width]
+    out: TensorSpec
+    sums: TensorSpec  # of each row's exponentials, for the backward pass
+    is_causal: bool
+    dropout: float
+    bias: Bias | None
+
+
+def fused_call(
+    attention: FoundAttention, qkv: Operands, dtype: torch.dtype, *, is_causal: bool, dropout: float, bias: Bias | None
+) -> FusedCall:
+    """The call in place of an attention, with a result of this type."""
+    (*heads, queries, _), device = qkv[0].shape, qkv[0].device
+    out = dense((*heads, queries, qkv[2].shape[-1]), dtype, device)._replace(storage=attention.result)
+    sums = dense((*heads, queries), torch.float32, device)
+    sums = sums._replace(storage=attention.scores.storage)  # which no other op touches any more
+    return FusedCall(qkv, out, sums, is_causal, dropout, bias)
+
+
+def fused(op: Op, call: FusedCall, backend: str) -> Op:
     """The kernel in the place of an op, forward or backward as that is. Its tensors have the numbers that the trace
     gives their storages. The results of the backward kernel are as large as q, k and v, and are written over them,
     which does not change the price."""
-    is_backward = op.phase == "backward"
+    is_backward, (qkv, out, sums, is_causal, dropout, bias) = op.phase == "backward", call
     read, made = ((out, *qkv, out, sums), qkv) if is_backward else (qkv, (out, sums))
     specs, results = read if bias is None else (*read, bias.spec), tuple[TensorSpec, ...](made)
     if is_backward and bias is not None and bias.gradient is not None:

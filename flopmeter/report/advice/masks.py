@@ -8,7 +8,7 @@ aligned are padded by scaled_dot_product_attention itself, and their gradients a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch._ops import OpOverload
 
 from flopmeter.as_cuda.attention import MASK_ALIGNMENT
 from flopmeter.records import Op, TensorSpec
+from flopmeter.report.advice.found_attention import FoundAttention
 from flopmeter.report.advice.fused_attention import Bias, NoKernelError, dense, dense_in
+from flopmeter.report.advice.graph import Graph
 from flopmeter.report.advice.rewrite import in_place_of
 from flopmeter.torch_names.operators import aten_overloads
 
@@ -24,8 +26,8 @@ from flopmeter.torch_names.operators import aten_overloads
 class _Places:
     """Ops that go, in whose places others stand, one after the other."""
 
-    def __init__(self, free: Mapping[int, Op]) -> None:
-        self._left = [(index, op) for index, op in sorted(free.items()) if op.outputs]
+    def __init__(self, ops: Sequence[Op], free: Iterable[int]) -> None:
+        self._left = [(index, ops[index]) for index in free if ops[index].outputs]
         self.taken: dict[int, Op] = {}
 
     def made(self, func: OpOverload, read: tuple[TensorSpec, ...], shape: tuple[int, ...], *rest: Any) -> TensorSpec:
@@ -39,19 +41,17 @@ class _Places:
 
 
 def bias_for_kernel(
-    added: Sequence[TensorSpec],
-    sizes: tuple[int, ...],
-    gradient: TensorSpec | None,
-    forward: Mapping[int, Op],
-    backward: Mapping[int, Op],
+    graph: Graph, attention: FoundAttention, batch_and_heads: tuple[int, ...]
 ) -> tuple[Bias | None, dict[int, Op]]:
-    """The mask of `sizes`, [batch, heads, queries, keys], and the ops that make it and its gradient, in the places of
-    ops of both passes that go, by their indices. None where nothing is added, or nothing that is known here. Raises
+    """The mask of [batch, heads, queries, keys], and the ops that make it and its gradient, in the places of ops of
+    both passes that go, by their indices. None where nothing is added, or nothing that is known here. Raises
     NoKernelError if there are too few places."""
-    whole = _whole(added, sizes)
+    added, sizes = attention.masks, (*batch_and_heads, *attention.scores.shape[-2:])
+    gradient, whole = attention.mask_gradient, _whole(added, sizes)
     if whole is None:
         return None, {}
-    places, places_back = _Places(forward), _Places(backward)
+    free = (index for index in attention.forward if attention.scoring <= index < attention.mixing)
+    places, places_back = _Places(graph.ops, free), _Places(graph.ops, attention.backward[:-1])
     mask = added[0]
     for other in added[1:]:
         mask = places.made(aten_overloads.add.Tensor, (mask, other), whole)

@@ -16,6 +16,7 @@ from flopmeter.report.advice.autocast import policy_of
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.fused_attention import by_chosen_kernel, operands_of
 from flopmeter.report.advice.gradients import fills_gradients
+from flopmeter.report.advice.graph import Graph
 from flopmeter.report.advice.math_attention import math_paths
 from flopmeter.report.advice.number_types import type_of_others
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, with_other_ops
@@ -45,7 +46,7 @@ def wide_work(report: Report, trace: Trace) -> Iterator[Proposal]:
     places = [index for index, op in enumerate(trace.ops) if id(op) in wide]
     if narrow is not None and not _keeps_wide_weights(trace):
         places += _between_casts(trace, narrow)
-    of_torch = in_templates(trace).union(*(path.ops for path in math_paths(trace, report.unfused)))
+    of_torch = in_templates(trace).union(*(each.ops for each, _ in math_paths(Graph(trace), report.unfused)))
     places = sorted(set(places) - of_torch)
     if narrow is None or not places:
         return
