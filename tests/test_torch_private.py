@@ -19,7 +19,14 @@ from flopmeter.torch_names.private import METERING, NAMES, PROPAGATION, WORLDS, 
 PACKAGE = Path(__file__).parents[1] / "flopmeter"
 LISTED = {part for names in NAMES.values() for name in names for part in name.attribute.split(".")}
 MODULES = {name.module for names in NAMES.values() for name in names}
-DOCUMENTED = {"_asdict", "_fields", "_replace", "_getframe", "_repr_html_"}  # of namedtuple, sys and notebooks
+DOCUMENTED = {
+    "_asdict",
+    "_fields",
+    "_replace",
+    "_current_frames",
+    "_getframe",
+    "_repr_html_",
+}  # of namedtuple, sys and notebooks
 DOCUMENTED |= {"_ActionsContainer", "_SubParsersAction", "_actions"}  # of argparse: what a parser and its groups share
 OPERATORS = re.compile(r"(torch\.ops\.\w+|aten|aten_overloads|c10d|functional|overloads)(\.|$)")
 
