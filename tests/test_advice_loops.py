@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import flopmeter
 from flopmeter import FlopMeter
@@ -138,6 +139,114 @@ def an_ensemble(is_mended):
     return step
 
 
+def frames_recomputed(is_mended):
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Conv2d(3, 32, 3, 2), nn.ReLU(), nn.Conv2d(32, 64, 3, 2), nn.AdaptiveAvgPool2d(1))
+        films = torch.empty(8, FRAMES, 3, 64, 64)
+
+    def step():
+        if is_mended:
+            at_once = checkpoint(net, films.flatten(0, 1), use_reentrant=False)
+        else:
+            at_once = torch.cat([checkpoint(net, films[:, t], use_reentrant=False) for t in range(FRAMES)])
+        at_once.sum().backward()
+
+    return step
+
+
+def residual(width):
+    return nn.Sequential(nn.Linear(WIDTH, width), nn.GELU(), nn.Linear(width, WIDTH))
+
+
+def both_views(is_mended):
+    """Two loops over one network, each with its residual, before one backward pass."""
+    with torch.device("meta"):
+        net, views = residual(1024), torch.empty(2, 16, 64, WIDTH, requires_grad=True)
+
+    def features(view):
+        return view + net(view) if is_mended else torch.stack([part + net(part) for part in view])
+
+    return lambda: F.mse_loss(*map(features, views)).backward()
+
+
+def a_last_part_that_is_smaller(is_mended):
+    with torch.device("meta"):
+        net, parts, rest = residual(1024), torch.empty(15, 64, WIDTH), torch.empty(40, WIDTH)
+
+    def step():
+        made = [net(parts).flatten(0, 1), net(rest)] if is_mended else [net(part) for part in (*parts, rest)]
+        torch.cat(made).mean().backward()
+
+    return step
+
+
+def samples_by_chance(is_mended):
+    """Inference with dropout, many times for the same input."""
+    with torch.device("meta"):
+        net = nn.Sequential(
+            nn.Linear(WIDTH, 2048), nn.Dropout(), nn.Linear(2048, 2048), nn.Dropout(), nn.Linear(2048, 16)
+        )
+        x = torch.empty(256, WIDTH)
+
+    @torch.no_grad()
+    def step():
+        drawn = net(x.repeat(20, 1)).unflatten(0, (20, -1)) if is_mended else torch.stack([net(x) for _ in range(20)])
+        return drawn.var(0)
+
+    return step
+
+
+class Classifiers(nn.Module):
+    """Convolutional networks beside each other, in groups of channels."""
+
+    def __init__(self, networks=1):
+        super().__init__()
+        self.networks = networks
+        self.first = nn.Conv2d(3, 32 * networks, 3, 2)
+        self.second = nn.Conv2d(32 * networks, 64 * networks, 3, 2, groups=networks)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu()).relu().mean((2, 3))
+
+
+def convolutional_networks(is_mended):
+    with torch.device("meta"):
+        many = Classifiers(EXPERTS) if is_mended else nn.ModuleList(Classifiers() for _ in range(EXPERTS))
+        x = torch.empty(32, 3, 64, 64)
+    return lambda: (many(x) if is_mended else torch.cat([one(x) for one in many], 1)).square().mean().backward()
+
+
+def losses_of_classes(is_mended):
+    with torch.device("meta"):
+        net, x, y = nn.Linear(WIDTH, 20), torch.empty(1024, WIDTH), torch.empty(1024, 20)
+    loss = F.binary_cross_entropy_with_logits
+
+    def step():
+        scores = net(x)
+        (loss(scores, y) if is_mended else sum(loss(scores[:, i], y[:, i]) for i in range(20)) / 20).backward()
+
+    return step
+
+
+def heads_of_tasks(is_mended):
+    """Adam reads on the host how many steps each of its weights has made."""
+    with torch.device("meta"):
+        body = nn.Linear(WIDTH, 1024)
+        heads = nn.Linear(1024, 12) if is_mended else nn.ModuleList(nn.Linear(1024, 1) for _ in range(12))
+        x = torch.empty(512, WIDTH)
+    optimizer = torch.optim.Adam([*body.parameters(), *heads.parameters()])
+
+    def step():
+        features = body(x).relu()
+        scores = heads(features) if is_mended else torch.cat([head(features) for head in heads], 1)
+        scores.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return step
+
+
 @pytest.mark.parametrize(
     ("program", "remedy", "turns"),
     [
@@ -146,6 +255,13 @@ def an_ensemble(is_mended):
         (samples_one_by_one, "one call", 16),
         (samples_under_autocast, "one call", 16),
         (an_ensemble, "one wider layer", EXPERTS),
+        (frames_recomputed, "one call", FRAMES),
+        (both_views, "one call", 16),
+        (a_last_part_that_is_smaller, "one call", 15),
+        (samples_by_chance, "one call", 20),
+        (convolutional_networks, "one wider layer", EXPERTS),
+        (losses_of_classes, "one call", 20),
+        (heads_of_tasks, "one wider layer", 12),
     ],
 )
 def test_a_loop_over_what_could_run_at_once_is_told_at_the_price_of_the_mended_program(program, remedy, turns):
@@ -216,3 +332,26 @@ def test_the_batches_of_an_evaluation_are_no_loop_within_a_step():
         batches = torch.empty(16, 8, WIDTH)
     _, found = advised(torch.no_grad()(lambda: [model(batch) for batch in batches]))
     assert not found
+
+
+def test_one_input_many_times_without_chance_is_a_benchmark_and_no_loop():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        x = torch.empty(8, WIDTH)
+    _, found = advised(torch.no_grad()(lambda: [model(x) for _ in range(16)]))
+    assert not found
+
+
+@pytest.mark.parametrize(("norm", "is_told"), [(nn.BatchNorm2d, True), (nn.InstanceNorm2d, False)])
+def test_batches_whose_statistics_would_become_one_are_told(norm, is_told):
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Conv2d(3, 32, 3), norm(32), nn.ReLU())
+        films = torch.empty(FRAMES, 8, 3, 32, 32)
+    _, (advice,) = advised(lambda: sum(net(frame).mean() for frame in films).backward())
+    assert ("batch norm would take its statistics over all of them" in advice.why) is is_told
+
+
+def test_the_advice_says_how_many_loops_it_is_about():
+    step = heads_as_modules(is_mended=False)
+    _, (advice,) = advised(step)
+    assert advice.why == f"{HEADS} turns of each of 3 loops run one after the other, though none depends on another"

@@ -29,7 +29,7 @@ PROPORTIONAL = 0.02  # how far FLOPs may be from growing with the batch
 _PICK = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index_put)  # their masks pick from each item alike
 # What rules, torch's formulas and a user's own rules raise for shapes that do not fit each other: a wrong size, a
 # missing dimension, a division by what became 0. Another error is a fault of a rule, and is seen.
-_SHAPES_DO_NOT_FIT = (AssertionError, ArithmeticError, LookupError, RuntimeError, ValueError)
+SHAPES_DO_NOT_FIT = (AssertionError, ArithmeticError, LookupError, RuntimeError, ValueError)
 
 
 @remedy
@@ -79,7 +79,7 @@ def priced_if_it_fits(report: Report, changed: Trace) -> Report | None:
     """The report of other sizes; None where a rule refuses its shapes, which are a guess."""
     try:
         return priced(report, changed)
-    except _SHAPES_DO_NOT_FIT:
+    except SHAPES_DO_NOT_FIT:
         return None
 
 

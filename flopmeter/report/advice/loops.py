@@ -11,9 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 
+import torch
+
+from flopmeter.costs import costs_of
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.report.advice.batch import is_proportional, priced_if_it_fits
+from flopmeter.report.advice.batch import PROPORTIONAL, SHAPES_DO_NOT_FIT, is_proportional, priced_if_it_fits
 from flopmeter.report.advice.remedies import Proposal, has_backward, of_ops, remedy
 from flopmeter.report.advice.rewrite import PRODUCTS, in_place_of, is_view, rebuilt, widened, with_ops
 from flopmeter.report.advice.turns import LoopTurns, differing, loops_of, own_weights
@@ -21,8 +25,11 @@ from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 from flopmeter.torch_names.operators import aten, aten_overloads
 
+_CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 _AS_A_BATCH = "one call on all of them as a batch, in place of the loop"
-_SIDE_BY_SIDE = "one wider layer, or weights stacked for one batched or grouped product, in place of the loop"
+_SIDE_BY_SIDE = (
+    "one wider layer, or weights stacked for one batched or grouped product or convolution, in place of the loop"
+)
 
 
 @remedy
@@ -30,55 +37,85 @@ def turns_one_by_one(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Turns of a loop that could be one, as a batch or with weights side by side."""
     if report.cluster is not None:
         return
-    multiplying = {id(op) for kernel in report.kernels if kernel.cost.macs for op in kernel.ops}
     by_remedy = defaultdict[str, list[_AtOnce]](list)
-    loops = loops_of(trace)
-    for loop in loops:
+    begins_again = [
+        place for place, (before, op) in enumerate(pairwise(trace.ops), 1) if before.phase != op.phase == "forward"
+    ]
+    for loop in loops_of(trace):
         has_own_weights = bool(own_weights(trace, loop.turns))
-        multiplies = any(id(trace.ops[index]) in multiplying for index in loop.turns[0])
-        if multiplies and (has_own_weights or not _is_of_batches(trace, loop)):
-            what_to_do = _SIDE_BY_SIDE if has_own_weights else _AS_A_BATCH
-            by_remedy[what_to_do].append(_AtOnce(trace, loop, _until(trace, loop, loops)))
+        if has_own_weights or not _is_of_batches(trace, loop):
+            until = next((place for place in begins_again if place > loop.turns[-1][-1]), len(trace.ops))
+            at_once = _AtOnce(trace, loop, until)
+            if at_once.is_same_work(has_own_weights):
+                by_remedy[_SIDE_BY_SIDE if has_own_weights else _AS_A_BATCH].append(at_once)
     for what_to_do, found in by_remedy.items():
         then = _run_at_once(report, trace, found)
         if then is not None:
             changed = set().union(*(each.dropped.union(each.put_in) for each in found))
-            turns = max(len(each.loop.turns) for each in found)
-            why = f"{turns} turns of a loop that do not depend on each other run one after the other"
+            why = f"{_turns_of(found)} run one after the other, though none depends on another"
+            if what_to_do == _AS_A_BATCH and any(_is_batch_norm(trace.ops[place]) for place in changed):
+                why += "; batch norm would take its statistics over all of them"
             yield Proposal(why, what_to_do, then, of_ops(trace, changed))
 
 
-def _until(trace: Trace, loop: LoopTurns, loops: Sequence[LoopTurns]) -> int:
-    """Where the same loop runs again, for another batch or in another step: its backward pass is over by then."""
-    first = loop.turns[0][0]
-    starts = (other.turns[0][0] for other in loops)
-    again = (start for start in starts if start > first and trace.ops[start].module == trace.ops[first].module)
-    return min(again, default=len(trace.ops))
+def _turns_of(found: Sequence[_AtOnce]) -> str:
+    numbers = sorted({len(each.loop.turns) for each in found})
+    turns = " to ".join(f"{number:,}" for number in dict.fromkeys((numbers[0], numbers[-1])))
+    return f"{turns} turns of " + (f"each of {len(found)} loops" if len(found) > 1 else "a loop")
+
+
+def _is_batch_norm(op: Op) -> bool:
+    """Whether it normalises by the batch that it is given, and averages its statistics over batches."""
+    averages, is_training = op.call.get("running_mean"), op.call.get("training", default=True)
+    return op.phase == "forward" and isinstance(averages, TensorSpec) and is_training
 
 
 def _is_of_batches(trace: Trace, loop: LoopTurns) -> bool:
-    """Whether it is the loop over a program's batches: inference that calls its model in each turn (batch.py)."""
+    """Whether it is the loop over a program's batches: inference that calls its model in each turn (batch.py). Samples
+    that are drawn for the same input are none."""
     within = range(loop.turns[0][0] + 1, loop.turns[-1][-1] + 1)
-    return not has_backward(trace) and any(end.op in within for end in trace.forward_ends)
+    if has_backward(trace) or not any(end.op in within for end in trace.forward_ends):
+        return False
+    *_, before, last = ([trace.ops[index] for index in turn] for turn in loop.turns)
+    is_drawn = any(torch.Tag.nondeterministic_seeded in op.call.func.tags for op in last)
+    made = set().union(*(op.fills for op in last))
+    differ = set().union(*(differing(one, other) for one, other in zip(last, before, strict=True)))
+    return not is_drawn or not differ <= made
 
 
 def _run_at_once(report: Report, trace: Trace, loops: Sequence[_AtOnce]) -> Report | None:
     """The run with one turn of each loop; None where it does not fit, or is not the same work by its FLOPs."""
-    dropped = set().union(*(each.dropped for each in loops))
+    merged = set().union(*(each.merged_weights for each in loops))
+    fewer = sum(trace.storages[number].is_trained for number in merged)
+    dropped = _counts_read(trace, fewer).union(*(each.dropped for each in loops))
     put_in = {index: op for each in loops for index, op in each.put_in.items()}
     waits = [op for op in trace.stream_use.host_waits if op not in dropped]
     waiting = dataclasses.replace(trace, stream_use=dataclasses.replace(trace.stream_use, host_waits=waits))
-    merged = set().union(*(each.merged_weights for each in loops))
-    then = priced_if_it_fits(report, _with_fewer_weights(with_ops(waiting, dropped, put_in), merged))
+    then = priced_if_it_fits(report, _with_fewer_weights(with_ops(waiting, dropped, put_in), fewer))
     usable = usable_bytes_if_known(report.hardware)
     if then is None or not is_proportional(report, then, 1):
         return None
     return then if usable is None or then.memory.peak_bytes <= usable else None
 
 
-def _with_fewer_weights(trace: Trace, merged: set[int]) -> Trace:
-    """The trace without what optimizers do on the host for each of these weights before their first kernel."""
-    fewer = sum(trace.storages[number].is_trained for number in merged)
+def _macs(op: Op) -> int:
+    return sum(cost.macs + cost.loop_macs for cost in costs_of(op.call))
+
+
+def _counts_read(trace: Trace, fewer: int) -> set[int]:
+    """What an optimizer reads on the host for so many of its weights: how many steps it has made."""
+    reading = {
+        index: op.storages[0]
+        for index, op in enumerate(trace.ops)
+        if op.phase == "optimizer" and op.packet is aten._local_scalar_dense and op.call.inputs[0].device == "cpu"
+    }
+    counts = list(dict.fromkeys(reading.values()))
+    gone = set(counts[len(counts) - fewer :]) if fewer < len(counts) else set[int]()
+    return {index for index, count in reading.items() if count in gone}
+
+
+def _with_fewer_weights(trace: Trace, fewer: int) -> Trace:
+    """The trace without what optimizers do on the host for each of so many weights before their first kernel."""
     calls, phase, before, left_out = list[int](), "", 0, 0
     for op, count in zip(trace.ops, trace.module_calls, strict=True):
         if op.phase == "optimizer" != phase:
@@ -107,6 +144,15 @@ class _AtOnce:
         )
         self.merged_weights = {n for n in read_elsewhere - read if trace.storages[n].role == "parameters"}
 
+    def is_same_work(self, multiplies: bool) -> bool:
+        """Whether the products of the turn that stays have the FLOPs of all. `multiplies`: whether there have to be."""
+        before = sum(_macs(self._trace.ops[index]) for index in self.dropped | self.put_in.keys())
+        try:
+            then = sum(map(_macs, self.put_in.values()))
+        except SHAPES_DO_NOT_FIT:
+            return False
+        return abs(then - before) <= PROPORTIONAL * before and (before > 0 or not multiplies)
+
     def _other_turns(self) -> set[int]:
         """With their views, but without what only the first turn does."""
         in_turns = set().union(*self.loop.turns)
@@ -128,11 +174,11 @@ class _AtOnce:
         adds = list[int]()
         for index in self._after:
             op = ops[index]
-            if op.phase == "backward" and not is_view(op):
-                if op.packet is aten.add:
+            if op.phase in ("backward", "recompute") and not is_view(op):
+                if op.packet is aten.add and op.phase == "backward":
                     adds.append(index)
                 elif op.module in modules:
-                    alike[self.loop.key(op)].append(index)
+                    alike[op.phase, self.loop.key(op)].append(index)
         pairs, turns_of = list[tuple[int, int]](), dict[int, set[int]]()
         for found in alike.values():
             each, rest = divmod(len(found), self._times)
@@ -140,22 +186,26 @@ class _AtOnce:
                 pairs += zip(found[:each], found[each : 2 * each], strict=True)
                 self.dropped.update(found[each:])
                 turns_of |= {n: {place // each} for place, index in enumerate(found) for n in ops[index].fills}
-        self._drop_sums(adds, turns_of)
-        return pairs
+        return pairs + self._pairs_of_adds(adds, turns_of)
 
-    def _drop_sums(self, adds: Sequence[int], turns_of: dict[int, set[int]]) -> None:
-        """Of what adds up gradients, only sums within the turn that stays do. `turns_of`: the turns whose gradients a
-        storage holds."""
+    def _pairs_of_adds(self, adds: Sequence[int], turns_of: dict[int, set[int]]) -> list[tuple[int, int]]:
+        """What adds up gradients within a turn. What does so over turns is dropped, but for the first turn's, to which
+        something else may be added. `turns_of`: the turns whose gradients a storage holds."""
+        ops = self._trace.ops
+        within = defaultdict[int, list[int]](list)
         for index in adds:
-            op = self._trace.ops[index]
-            if op.reads <= turns_of.keys():
-                turns = set().union(*(turns_of[number] for number in op.reads))
-                turns_of |= dict.fromkeys(op.makes, turns)
-                self._summed |= op.reads if len(turns) > 1 else set()
-                self.dropped |= {index} if turns != {0} else set()
+            turns = set().union(*(turns_of.get(number, ()) for number in ops[index].reads))
+            turns_of |= dict.fromkeys(ops[index].makes, turns) if turns else {}
+            self._summed |= ops[index].reads if len(turns) > 1 else set()
+            self.dropped |= {index} if turns - {0} else set()
+            if len(turns) == 1:
+                within[min(turns)].append(index)
         for index in reversed(adds):
-            op = self._trace.ops[index]
-            self._summed |= set() if self._summed.isdisjoint(op.makes) else op.reads
+            self._summed |= set() if self._summed.isdisjoint(ops[index].makes) else ops[index].reads
+        first, second = (
+            [index for index in within[turn] if self._summed.isdisjoint(ops[index].makes)] for turn in (0, 1)
+        )
+        return [*zip(first, second, strict=False)]
 
     def _views_before_dropped(self) -> set[int]:
         """Views in the backward pass that are taken for ops that go."""
@@ -170,8 +220,12 @@ class _AtOnce:
     def _for_all(self, op: Op, other: Op) -> Op:
         """The op on what all turns have. `other`: the same op of another turn."""
         grow = differing(op, other)
+        if grow.isdisjoint(op.reads):  # the same in all turns, as a batch has it as many times
+            grow |= {number for number in op.reads if self._trace.storages[number].role != "parameters"}
         if op.packet in PRODUCTS:
             return self._product(op, grow)
+        if op.packet in _CONVOLUTIONS and op.storages[op.call.argument("weight").storage] in grow:
+            return self._convolution(op, grow)
         grow = (grow | {spec.storage for spec in op.written}) - self._summed
         return rebuilt(op, lambda spec: widened(spec, _batch_of(spec), self._times) if spec.storage in grow else spec)
 
@@ -179,18 +233,38 @@ class _AtOnce:
         """Rows of all turns under each other, weights side by side, a sum over all, or a batch of products."""
         *bias, left, right = op.inputs
         out = op.outputs[0]
-        grow_both = left.storage in grow and right.storage in grow
-        if grow_both and out.storage not in self._summed:
+        is_sum = out.storage in self._summed
+        if not is_sum and left.storage in grow and right.storage in grow:
             return self._batch_of_products(op)
-        depth = self._times if grow_both else 1
-        rows = self._times if left.storage in grow and not grow_both else 1
-        columns = self._times if right.storage in grow and not grow_both else 1
+        depth = self._times if is_sum else 1
+        rows = self._times if left.storage in grow and not is_sum else 1
+        columns = self._times if right.storage in grow and not is_sum else 1
         left, right, out = (
             widened(widened(spec, 0, down), 1, across)
             for spec, down, across in ((left, rows, depth), (right, depth, columns), (out, rows, columns))
         )
         read = (*(widened(spec, len(spec.shape) - 1, columns) for spec in bias), left, right)
         return in_place_of(op, op.call.func, read, {}, read, (out,))
+
+    def _convolution(self, op: Op, grow: set[int]) -> Op:
+        """Channels of all turns side by side: of the same input, or in groups where each turn has its own."""
+        call = op.call
+        x, weight = (call.argument(name) for name in ("input", "weight"))
+        has_own_input = op.storages[x.storage] in grow
+        out = op.storages[call.get("grad_output", call.outputs[0]).storage]
+        of_weight = 1 if call.argument("transposed") and not has_own_input else 0
+
+        def for_all(spec: TensorSpec) -> TensorSpec:
+            if len(spec.shape) == 1 or (spec.storage != out and spec.shape == weight.shape):
+                return widened(spec, 0 if len(spec.shape) == 1 else of_weight, self._times)
+            return widened(spec, 1, self._times) if has_own_input or spec.storage == out else spec
+
+        wide = rebuilt(op, for_all)
+        names = [argument.name for argument in call.func._schema.arguments]
+        groups = call.argument("groups") * (self._times if has_own_input else 1)
+        pairs = zip(names, wide.call.args, strict=False)
+        args = tuple(groups if name == "groups" else value for name, value in pairs)
+        return wide._replace(call=dataclasses.replace(wide.call, args=args))
 
     def _batch_of_products(self, op: Op) -> Op:
         *bias, left, right = op.inputs

@@ -60,7 +60,7 @@ def _loops_in(trace: Trace, part: Sequence[int], key: Callable[[Op], Hashable]) 
     keys = [key(trace.ops[index]) for index in part]
     following = _next_alike(keys)
     tied = dict[int, int]()  # by the length of a turn: up to where turns of that length depend on each other
-    start = 0
+    start = done = 0  # `done`: where the loop before ended
     while start < len(part):
         length = following[start] - start
         if length <= 0 or tied.get(length, 0) > start:
@@ -69,14 +69,16 @@ def _loops_in(trace: Trace, part: Sequence[int], key: Callable[[Op], Hashable]) 
         end = start + length
         while end < len(part) and keys[end] == keys[end - length]:
             end += 1
-        for begin in (start, start + _between_turns(trace, part[start:end], length)):
+        is_long = (end - start) // length + 1 >= LEAST_TURNS  # with a first turn that does more
+        for begin in (start, start + _between_turns(trace, part[start:end], length)) if is_long else ():
             turns = [tuple(part[place : place + length]) for place in range(begin, end - length + 1, length)]
-            first = tuple(part[place] for place in _first_turn(keys, begin, length))
+            before = range(max(done, begin - 2 * length), begin)
+            first = tuple(part[place] for place in _first_turn(keys, before, keys[begin : begin + length]))
             if first and _is_of_loop(trace, first, turns):
                 turns.insert(0, first)
             if len(turns) >= LEAST_TURNS and _are_independent(trace, turns):
                 yield LoopTurns(tuple(turns), key)
-                start = begin + (end - begin) // length * length
+                start = done = begin + (end - begin) // length * length
                 break
         else:
             tied[length] = end - length
@@ -99,13 +101,13 @@ def _between_turns(trace: Trace, part: Sequence[int], length: int) -> int:
     return next((place for place, last in enumerate(reach, 1) if last < place), length)
 
 
-def _first_turn(keys: Sequence[Hashable], start: int, length: int) -> list[int]:
+def _first_turn(keys: Sequence[Hashable], before: range, turn: Sequence[Hashable]) -> list[int]:
     """The places of a turn before these that does more, if there is one: the first turn casts the weights, too."""
     found = list[int]()
-    for place in range(start - 1, max(start - 2 * length, 0) - 1, -1):
-        if start + length <= len(keys) and keys[place] == keys[start + length - 1 - len(found)]:
+    for place in reversed(before):
+        if keys[place] == turn[-1 - len(found)]:
             found.append(place)
-            if len(found) == length:
+            if len(found) == len(turn):
                 return found[::-1]
     return []
 
