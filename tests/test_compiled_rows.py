@@ -281,16 +281,45 @@ def test_a_backward_pass_belongs_to_its_layer_though_all_layers_keep_the_same_co
     assert macs == dict.fromkeys(macs, 3 * 64 * 256 * 256)
 
 
-def test_no_larger_batch_is_told_where_kernels_were_compiled_for_this_one():
-    """What such a kernel reads and writes at another size is not known: here 64 times as much, which was left out."""
+class Layer(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.attend = nn.LayerNorm(width), nn.MultiheadAttention(width, 4, 0.1, batch_first=True)
+        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
 
-    def told(compiles: bool) -> list[str]:
-        with torch.device("meta"):
-            model, x = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.LayerNorm(256)), torch.empty(64, 256)
-        run = torch.compile(model) if compiles else model
-        with FlopMeter("h100-sxm5-80gb") as meter:
-            run(x).sum().backward()
-        return [each.remedy for each in meter.report().advice if "times the batch" in each.remedy]
+    def forward(self, x):
+        x = x + self.attend(x, x, x, need_weights=False)[0]
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
-    assert told(compiles=False)
-    assert not told(compiles=True)
+
+class Normed(nn.Sequential):
+    """Whose batch norms sum over all images."""
+
+    def __init__(self, width: int):
+        super().__init__(nn.Conv2d(width, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 8, 3), nn.Flatten())
+
+
+def larger_batch_of(model: Callable[[int], nn.Module], sizes: tuple[int, ...], batch: int) -> tuple[Report, list[Any]]:
+    """The report of a training step that is compiled, and what it says of a larger batch."""
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        layers, x = model(sizes[-1] if len(sizes) == 2 else sizes[0]), torch.empty(batch, *sizes)
+    run = torch.compile(layers)
+    with FlopMeter("h100-sxm5-80gb") as meter, torch.autocast("cuda", torch.bfloat16):
+        run(x).sum().backward()
+    report = meter.report()
+    return report, [each for each in report.advice if "times the batch" in each.remedy]
+
+
+def test_a_larger_batch_of_a_compiled_program_takes_what_the_program_takes_that_is_compiled_for_it():
+    """Its kernels read, write and compute as many times more; the compiler parts some of its sums in another way."""
+    small, (told,) = larger_batch_of(Layer, (128, 256), 4)
+    times = int(told.remedy.split()[0])
+    large, _ = larger_batch_of(Layer, (128, 256), 4 * times)
+    assert times >= 16
+    assert small.seconds - told.gain_seconds == pytest.approx(large.seconds / times, rel=0.05)
+
+
+def test_no_larger_batch_is_told_where_a_compiled_kernel_sums_over_the_images_that_it_normalizes():
+    """At 64 times as many images the compiler makes four kernels of each such kernel (16 % more time)."""
+    assert not larger_batch_of(Normed, (3, 32, 32), 4)[1]

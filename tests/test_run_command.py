@@ -219,6 +219,13 @@ def test_a_metric_that_evaluate_cannot_download_is_no_data_set(script, tmp_path,
     assert told.endswith("evaluate downloads each metric as a script: give its folder, or run where it was loaded once")
 
 
+@pytest.mark.parametrize("makes", ["import os; os.mkdir('a/b')", "import pathlib; pathlib.Path('a/b').mkdir()"])
+def test_a_folder_that_cannot_be_made_is_no_data_that_is_missing(script, capsys, makes):
+    assert main(["run", script(makes)]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.endswith("the script makes the folder a/b within one that is not here: make that one")
+
+
 @pytest.mark.parametrize("error", ["OSError('no net')", "ValueError('not in the cache')"])
 def test_a_kernel_of_the_hub_that_cannot_be_loaded_has_a_shim(script, tmp_path, capsys, error):
     (tmp_path / "kernels").mkdir()

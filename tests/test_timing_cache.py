@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from flopmeter import FlopMeter, load_hardware, on_meta
 from flopmeter.costs import kernels_of
-from flopmeter.timing.cache import cached_bytes
+from flopmeter.timing.cache import _ByteRange, cached_bytes
 
 BF16 = {"dtype": torch.bfloat16, "device": "meta"}
 
@@ -102,3 +104,28 @@ def test_compiled_code_finds_what_a_matmul_wrote_as_eager_kernels_do(by):
     report = meter.report() if by == "the compiler" else meter.report(mode="compiled")
     _, gelu = report.timings
     assert gelu.seconds < 2 * 4096 * 4096 * 2 / device.bandwidth_bytes_per_s
+
+
+def rows_in_turn(rows: list[torch.Tensor]) -> list[float]:
+    """What kernels find that write one row after the other and then read some of them."""
+    with FlopMeter("l40s") as meter:
+        for before, row in pairwise(rows):
+            row.copy_(before)
+        for row in rows[::7]:
+            row + 1
+    return cached_bytes(kernels_of(meter.trace), load_hardware("l40s").l2_cache_bytes)
+
+
+@pytest.mark.parametrize("width", [1024, 400_000], ids=["all stay in the cache", "most are gone"])
+def test_many_rows_of_one_tensor_are_found_as_tensors_of_their_own_are(width):
+    """Rows at least of a line of the cache each; 500 of the larger ones are 381 MB of a cache of 96."""
+    whole, apart = torch.empty(500, width, **BF16), [torch.empty(width, **BF16) for _ in range(500)]
+    assert rows_in_turn(list(whole)) == rows_in_turn(apart)
+
+
+def test_of_many_rows_each_is_compared_with_few_others(monkeypatch):
+    """A step that writes 20,000 rows of one tensor took minutes, since each was compared with all before it."""
+    compared, share_of = [], _ByteRange.share_of
+    monkeypatch.setattr(_ByteRange, "share_of", lambda one, other: compared.append(other) or share_of(one, other))
+    rows_in_turn(list(torch.empty(2000, 64, **BF16)))
+    assert len(compared) < 20 * 2000

@@ -528,6 +528,46 @@ def test_what_is_read_and_written_is_what_torchs_own_analysis_finds(kernels):
         )
 
 
+def added(kernels, x: Tensor, y: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    kernels.add[(ceil(x.numel() / 1024),)](x, y, out, x.numel(), BLOCK=1024)
+    return out
+
+
+def reported(program) -> flopmeter.Report:
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        program()
+    return meter.report()
+
+
+@needs_triton
+def test_without_the_copies_before_it_a_launch_costs_what_it_costs_in_the_program_that_makes_none(kernels):
+    x, y = meta(4096, 4096), meta(4096, 4096)
+    plain, mended = (reported(each) for each in (lambda: added(kernels, x, y.clone()), lambda: added(kernels, x, y)))
+    (told,) = (each for each in plain.advice if "no .contiguous() or .clone()" in each.remedy)
+    assert told.gain_seconds == pytest.approx(plain.seconds - mended.seconds, abs=1e-9)
+
+
+@needs_triton
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_a_larger_batch_of_a_program_with_kernels_of_its_own_takes_what_it_takes_when_it_runs(kernels, compiles):
+    class Residual(torch.nn.Linear):
+        def forward(self, x):
+            return added(kernels, x, super().forward(x))
+
+    def step(batch: int) -> flopmeter.Report:
+        torch._dynamo.reset()
+        model, x = Residual(512, 512, device="meta", dtype=torch.float16), meta(batch, 512)
+        run = torch.compile(model) if compiles else model
+        return reported(lambda: run(x))
+
+    small = step(64)
+    (told,) = (each for each in small.advice if "times the batch" in each.remedy)
+    times = int(told.remedy.split()[0])
+    assert times == 64
+    assert small.seconds - told.gain_seconds == pytest.approx(step(64 * times).seconds / times, rel=0.01)
+
+
 @needs_triton
 def test_what_is_updated_in_place_is_read_and_written(kernels):
     (cost,) = costs(lambda: kernels.scale[lambda arguments: (4,)](meta(4096), 4096, BLOCK=1024))

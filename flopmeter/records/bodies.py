@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from torch._ops import OpOverload
@@ -62,3 +63,8 @@ class TritonBody(NamedTuple):
     unknown: tuple[str, ...]  # why it is not known how often other ops run; empty: `ops` is complete
     is_longest: bool = False  # at a branch on a value in memory, `ops` has those of the longer way
     moves_unknown: bool = False  # it loads and stores more than `ops` has, how much depends on values in memory
+
+    def times(self, factor: Fraction) -> TritonBody:
+        """So many times the programs."""
+        ops = tuple(op._replace(number=int(op.number * factor)) for op in self.ops)
+        return self._replace(programs=int(self.programs * factor), ops=ops)

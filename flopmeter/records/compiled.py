@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
 from flopmeter.records.costs import Region
+from flopmeter.records.tensors import TensorSpec, growth
 
 KernelKind = Literal["triton", "library", "template"]
 """Written by inductor; called as it is (cuBLAS, cuDNN, attention, sorts); or filled into a template of inductor's."""
@@ -27,6 +29,15 @@ class Origin(NamedTuple):
     is_recomputed: bool = False  # a forward op that the partitioner moved into the backward graph
     random_numbers: int = 0  # that it draws
     path: str = ""  # of its module, from the class of the outermost one in the graph on: for a function of no module
+
+    def times(self, factor: Fraction) -> Origin:
+        """The same op on so many times the elements."""
+        return self._replace(
+            flops_by_class=tuple((name, int(flops * factor)) for name, flops in self.flops_by_class),
+            transcendentals=int(self.transcendentals * factor),
+            result_bytes=int(self.result_bytes * factor),
+            random_numbers=int(self.random_numbers * factor),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +67,34 @@ class CompiledKernel:
     @property
     def flops(self) -> int:
         return sum(flops for origin in self.origins for _, flops in origin.flops_by_class)
+
+    def with_tensors(self, change: Callable[[TensorSpec], TensorSpec]) -> CompiledKernel:
+        """The kernel on other tensors. Of larger ones it does as much more as the largest has grown: more reductions
+        where it writes more, else longer ones."""
+
+        def of(region: Region) -> Region:
+            if region.spec is None or (spec := change(region.spec)) == region.spec:
+                return region
+            return Region(spec, region.nbytes * spec.nbytes // max(region.spec.nbytes, 1))
+
+        reads, writes = tuple(map(of, self.reads)), tuple(map(of, self.writes))
+        if (reads, writes) == (self.reads, self.writes):
+            return self
+        on_read, on_written = (
+            growth((before.spec, now.spec) for before, now in zip(old, new, strict=True) if before.spec and now.spec)
+            for old, new in ((self.reads, reads), (self.writes, writes))
+        )
+        more = max(on_read, on_written)
+        return replace(
+            self,
+            reads=reads,
+            writes=writes,
+            origins=tuple(origin.times(more) for origin in self.origins),
+            scheduler_bytes=int(self.scheduler_bytes * more),
+            rows=int(self.rows * on_written),
+            reduced=self.reduced if self.reduced == 1 else int(self.reduced * more / on_written),
+            instructions=int(self.instructions * more),
+        )
 
 
 class GraphBreak(NamedTuple):

@@ -126,6 +126,12 @@ class OpsBody(NamedTuple):
     ops: tuple[Op, ...]  # storages have the numbers of the custom op's call; those of the implementation's own are -1
     error: str = ""  # why there are none: what the implementation raised on meta tensors
 
+    def on(self, numbers: Mapping[int, int], times: int) -> OpsBody:
+        """With these numbers of storages in place of its own, and run so many times: what it would run on larger
+        tensors is not known."""
+        ops = (op._replace(storages=tuple(numbers.get(each, each) for each in op.storages)) for op in self.ops)
+        return self._replace(ops=tuple(ops) * times)
+
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -50,6 +51,11 @@ class TensorSpec(NamedTuple):
     @property
     def is_floating(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+def growth(pairs: Iterable[tuple[TensorSpec, TensorSpec]]) -> Fraction:
+    """How many times as many elements the tensor has that grew most, of these before and now."""
+    return max((Fraction(now.numel, before.numel) for before, now in pairs if before.numel), default=Fraction(1))
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +237,8 @@ def _about_what_is_missing(error: BaseException) -> str | None:
         return "evaluate downloads each metric as a script: give its folder, or run where it was loaded once"
     if isinstance(error, FileNotFoundError) and "subprocess" in _modules_of(error):
         return f"the script starts {error.filename}, which is not installed here: install it"
+    if isinstance(error, FileNotFoundError) and _fails_in(error, ("mkdir",)):
+        return f"the script makes the folder {error.filename} within one that is not here: make that one"
     if isinstance(error, ValueError) and "num_samples=0" in str(error):  # torch's RandomSampler
         return "the data set is empty: the script needs its data, or --synthetic"
     asserts = _asserts_a_file(error)
@@ -253,8 +255,13 @@ def _about_what_is_missing(error: BaseException) -> str | None:
 
 def _asserts_a_file(error: BaseException) -> bool:
     """Whether it is an assertion such as `assert os.path.exists(path)`."""
-    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, AssertionError) else []
-    return bool(frames) and any(f"{test}(" in (frames[-1].line or "") for test in TESTS_OF_FILES)
+    return isinstance(error, AssertionError) and _fails_in(error, TESTS_OF_FILES)
+
+
+def _fails_in(error: BaseException, functions: Iterable[str]) -> bool:
+    """Whether the line that raised it calls one of these functions."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and any(f"{name}(" in (frames[-1].line or "") for name in functions)
 
 
 def _modules_of(error: BaseException) -> list[str]:

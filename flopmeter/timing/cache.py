@@ -7,15 +7,17 @@ find them there as long as all that is read and written in between fits, and a t
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flopmeter.records import Call, Cost, Kernel, Op, Region, TensorSpec
 from flopmeter.timing import constants
 
+FEW = 16  # parts of a storage: to look at so many is faster than to find some of them
 REMEMBERED = 10_000  # tensors and costs: those of a large model, whose layers repeat them
 
 
@@ -48,6 +50,44 @@ class _Moment(NamedTuple):
 
 
 _Seen = dict[_ByteRange, _Moment]  # the parts of one storage
+
+
+class _Many(_Seen):
+    """Of many parts, those that overlap another are found by their lengths, each within twice of a power of two, and
+    their beginnings. Those of which nothing is in the cache any more are forgotten, whenever there are twice as many as
+    before."""
+
+    def __init__(self, parts: _Seen, cache: int) -> None:
+        super().__init__(parts)
+        self._cache, self._most = cache, 2 * len(parts)
+        self._by_length: dict[int, list[_ByteRange]] = {}  # in order
+        for part in parts:
+            self._enter(part)
+
+    def __setitem__(self, part: _ByteRange, now: _Moment) -> None:
+        if part not in self:
+            self._enter(part)
+        super().__setitem__(part, now)
+        if len(self) > self._most:
+            for each in [each for each, moment in self.items() if _is_gone(now, self._cache, moment)]:
+                del self[each]
+            self._most = max(2 * len(self), FEW)
+
+    def _enter(self, part: _ByteRange) -> None:
+        bisect.insort(self._by_length.setdefault((part.end - part.begin).bit_length(), []), part)
+
+    def __delitem__(self, part: _ByteRange) -> None:
+        super().__delitem__(part)
+        alike = self._by_length[(part.end - part.begin).bit_length()]
+        del alike[bisect.bisect_left(alike, part)]
+
+    def beside(self, part: _ByteRange) -> Iterator[_ByteRange]:
+        """Those that overlap this part, and maybe others."""
+        for bits, alike in self._by_length.items():
+            first = bisect.bisect_left(alike, (part.begin - (1 << bits),))
+            yield from alike[first : bisect.bisect_left(alike, (part.end + 1,))]
+
+
 _TouchedBy = Callable[[Call, Cost], Sequence[tuple[int, _ByteRange]]]
 
 
@@ -76,10 +116,16 @@ def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
         for storage, part in _touched(kernel, touched_by):
             parts = seen[storage]
             if len(parts) > (part in parts):
-                for inner in [each for each in parts if each.share_of(part) == 1.0]:
+                for inner in [each for each in _beside(part, parts) if each.share_of(part) == 1.0]:
                     del parts[inner]
+            if len(parts) == FEW and type(parts) is dict:
+                parts = seen[storage] = _Many(parts, cache)
             parts[part] = now
     return found
+
+
+def _beside(part: _ByteRange, parts: _Seen) -> Iterable[_ByteRange]:
+    return parts.beside(part) if isinstance(parts, _Many) else parts
 
 
 def _found(
@@ -89,11 +135,14 @@ def _found(
     moment that is still there."""
     hits = 0.0
     for storage, part, nbytes in asked:
-        parts = seen.get(storage, {})
+        parts = seen.get(storage)
+        if not parts:
+            continue
         if len(parts) == 1 and part in parts:  # as of most tensors: the sum below, with less work
             hits += nbytes * still(parts[part])
-        elif parts:
-            hits += nbytes * min(1.0, sum(part.share_of(other) * still(moment) for other, moment in parts.items()))
+        else:
+            beside = _beside(part, parts)
+            hits += nbytes * min(1.0, sum(part.share_of(other) * still(parts[other]) for other in beside))
     return hits
 
 
@@ -106,6 +155,10 @@ def _kept(fetched: float, cache: int, moment: _Moment) -> float:
 
 def _left(written: float, cache: int, moment: _Moment) -> float:
     return _share(written - moment.written, cache)
+
+
+def _is_gone(now: _Moment, cache: int, moment: _Moment) -> bool:
+    return not _kept(now.fetched, cache, moment) and not _left(now.written, cache, moment)
 
 
 def _share(passed: float, cache: int) -> float:

@@ -40,14 +40,15 @@ def larger_batch(report: Report, trace: Trace) -> Iterator[Proposal]:
         return
     if any(op.call.groups and op.packet not in _PICK for op in trace.ops):  # lengths of sequences and experts' groups
         return
-    if any("kernel" in op.call.kwargs and op.phase != "optimizer" for op in trace.ops):
-        return  # the compiler's kernels, whose bytes and FLOPs are known for the sizes that they were made for
     if not any(op.module for op in trace.ops):  # a solver on one matrix has no batch
+        return
+    grows = depends_on_inputs(trace)
+    if any(_is_parted_when_larger(op, grows) for op in trace.ops):
         return
     held = sum(size for name, size in report.memory.at_peak.items() if name in OF_WEIGHTS)
     fixed = max(held, held + report.memory.steady_peak_bytes - report.memory.peak_bytes)
     most = (usable - fixed) // max(report.memory.peak_bytes - held, 1)
-    times, then = _most_per_second(report, trace, min(most, MOST_TIMES))
+    times, then = _most_per_second(report, trace, grows, min(most, MOST_TIMES))
     if times == 1:
         return
     why = "the work of one batch is too small for the device"
@@ -56,9 +57,17 @@ def larger_batch(report: Report, trace: Trace) -> Iterator[Proposal]:
     yield Proposal(why, remedy, then, times=times, is_fault=is_fault)
 
 
-def _most_per_second(report: Report, trace: Trace, most: int) -> tuple[int, Report]:
+def _is_parted_when_larger(op: Op, grows: set[int]) -> bool:
+    """Whether it is a compiler's kernel that sums over the items and makes something for each of them, as a batch norm
+    does: for more items the compiler writes several kernels, which are not known."""
+    kernel = op.call.kwargs.get("kernel")
+    if kernel is None or kernel.reduced == 1:
+        return False
+    return len({spec.storage in grows for spec in op.outputs if spec.numel > 1}) == 2
+
+
+def _most_per_second(report: Report, trace: Trace, grows: set[int], most: int) -> tuple[int, Report]:
     """How many times the batch does most per second, and the report of that; 1 where none is found."""
-    grows = depends_on_inputs(trace)
     times, best, then = 1, report.seconds, report
     for is_outermost in (True, False):
         items = None if is_outermost else _items_of_batch(trace)
@@ -123,7 +132,7 @@ def depends_on_inputs(trace: Trace) -> set[int]:
     grows, weights = _data(trace), shapes_of_weights(trace)
     for op in trace.ops:
         if op.phase != "optimizer" and any(number in grows for number in op.storages):
-            made = (spec for spec in op.outputs if roles[spec.storage] is None)
+            made = (spec for spec in op.outputs or op.written if roles[spec.storage] is None)
             grows |= {spec.storage for spec in made if _holds_items(op, spec, grows, weights)}
     return grows
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
-from itertools import accumulate, takewhile
+from itertools import accumulate, chain, takewhile
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from flopmeter.records import Call, Op, TensorSpec, Trace
+from flopmeter.records import Call, CompiledKernel, Op, OpsBody, TensorSpec, Trace, TritonBody
+from flopmeter.records.tensors import growth
 from flopmeter.records.traces import rearranged
 from flopmeter.torch_names.operators import Absent, aten
 
@@ -51,6 +52,8 @@ def changed_call(
     def of(value: Any) -> Any:
         if isinstance(value, TensorSpec):
             return change(value, marks[value.storage])
+        if isinstance(value, CompiledKernel):
+            return value.with_tensors(of)
         if type(value) is tuple:
             return tuple(of(part) for part in value)
         return dtypes.get(value, value) if isinstance(value, torch.dtype) else value
@@ -59,7 +62,20 @@ def changed_call(
     args, inputs, outputs = of(call.args), of(call.inputs), of(call.outputs)
     if (args, kwargs, inputs, outputs) == (call.args, call.kwargs, call.inputs, call.outputs):
         return call  # whose costs are known
-    return dataclasses.replace(call, args=args, kwargs=kwargs, inputs=inputs, outputs=outputs)
+    return _with_body(call, dataclasses.replace(call, args=args, kwargs=kwargs, inputs=inputs, outputs=outputs))
+
+
+def _with_body(call: Call, changed: Call) -> Call:
+    """The changed call, doing inside what the call does, and more of it where its tensors have grown."""
+    body = call.body
+    if isinstance(body, TritonBody | OpsBody):
+        pairs = list(zip(chain(call.inputs, call.outputs), chain(changed.inputs, changed.outputs), strict=True))
+        more = growth(pairs)
+        if isinstance(body, TritonBody):
+            body = body.times(more)
+        else:
+            body = body.on({before.storage: now.storage for before, now in pairs}, max(1, int(more)))
+    return dataclasses.replace(changed, groups=call.groups, body=body)
 
 
 def in_templates(trace: Trace) -> set[int]:
@@ -96,13 +112,16 @@ def rebuilt(op: Op, change: Callable[[TensorSpec], TensorSpec]) -> Op:
 
     call = op.call
     kwargs = {name: of(value) for name, value in call.kwargs.items()}
-    return in_place_of(op, call.func, of(call.args), kwargs, map(change, op.inputs), map(change, op.outputs))
+    placed = in_place_of(op, call.func, of(call.args), kwargs, map(change, op.inputs), map(change, op.outputs))
+    return placed._replace(call=_with_body(call, placed.call))
 
 
 def each_tensor(value: Any, change: Callable[[TensorSpec], TensorSpec]) -> Any:
-    """The argument with its tensors changed, those in lists and tuples too."""
+    """The argument with its tensors changed, those in lists and tuples and of a compiler's kernel too."""
     if isinstance(value, TensorSpec):
         return change(value)
+    if isinstance(value, CompiledKernel):
+        return value.with_tensors(change)
     return tuple(each_tensor(part, change) for part in value) if type(value) in (tuple, list) else value
 
 
