@@ -6,6 +6,7 @@ import random
 import re
 import time
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ class Burning(Dataset):
 
     def __getitem__(self, index):
         self.seen.append(index)
-        random.random()
+        random.random(), numpy.random.rand()
         burn(SAMPLE_SECONDS)
         return torch.zeros(64)
 
@@ -92,10 +93,11 @@ def test_the_batch_that_is_measured_is_one_that_the_program_has_not_had():
 
 def test_measuring_leaves_random_numbers_as_they_were():
     device = trained(DataLoader(Burning(), batch_size=BATCH, shuffle=True))
-    state, of_torch = random.getstate(), torch.get_rng_state()
+    state, of_torch, of_numpy = random.getstate(), torch.get_rng_state(), numpy.random.get_state()
     assert "loading" in device.report().step.caution
     assert random.getstate() == state
     assert torch.equal(torch.get_rng_state(), of_torch)
+    assert all(numpy.array_equal(now, before) for now, before in zip(numpy.random.get_state(), of_numpy, strict=True))
 
 
 def test_of_a_stream_and_of_data_that_went_with_the_program_nothing_is_said():

@@ -5,6 +5,7 @@ how fast a program decodes its images. So it is measured on the machine that the
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -116,7 +117,8 @@ def _load(loader: DataLoader[Any], indices: Any) -> Any:
 @contextmanager
 def _alone() -> Iterator[None]:
     """On one thread, as in a worker, and with the generators of random numbers as they were afterwards."""
-    threads, python = torch.get_num_threads(), random.getstate()
+    threads, python, numpy = torch.get_num_threads(), random.getstate(), sys.modules.get("numpy")
+    of_numpy = numpy and numpy.random.get_state()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=()):
@@ -124,3 +126,5 @@ def _alone() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         random.setstate(python)
+        if numpy:
+            numpy.random.set_state(of_numpy)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flopmeter.records import OF_WEIGHTS, Op, TensorSpec, Trace
+from flopmeter.records import OF_WEIGHTS, CompiledKernel, Op, TensorSpec, Trace
 from flopmeter.report.advice.remedies import Proposal, priced, remedy
 from flopmeter.report.advice.rewrite import PRODUCTS, outermost, widened, with_tensors
 from flopmeter.report.report import Report
@@ -61,7 +61,7 @@ def _is_parted_when_larger(op: Op, grows: set[int]) -> bool:
     """Whether it is a compiler's kernel that sums over the items and makes something for each of them, as a batch norm
     does: for more items the compiler writes several kernels, which are not known."""
     kernel = op.call.kwargs.get("kernel")
-    if kernel is None or kernel.reduced == 1:
+    if not isinstance(kernel, CompiledKernel) or kernel.reduced == 1:
         return False
     return len({spec.storage in grows for spec in op.outputs if spec.numel > 1}) == 2
 
