@@ -11,7 +11,7 @@ from flopmeter import load_hardware
 from flopmeter.records import CompiledGraph, Switches
 from flopmeter.records.compiled import CompiledKernel, GraphBreak, Origin
 from flopmeter.report.columns import IN_TEXT, raw
-from flopmeter.report.formats import _graph_as_dict, _in_fitting_unit, _label, answer, laid_out, small_print, table
+from flopmeter.report.formats import _graph_as_dict, _in_fitting_unit, _label, _laid_out, answer, small_print, table
 from flopmeter.report.ran import Ran
 from flopmeter.report.rows import Row, RowTotals
 from flopmeter.report.speed_up import RegionSpeedUp, Share, SpeedUp
@@ -155,15 +155,15 @@ def test_functions_are_said_to_be_compute_where_flops_alone_would_not_make_it_so
 
 
 def test_a_report_is_its_head_the_answer_tables_and_the_small_print():
-    plain = laid_out(report(), ["A TABLE"], title="Mine", first=("before",))
+    plain = _laid_out(report(), ["A TABLE"], title="Mine", first=("before",))
     head, above, shown, below = plain.split("\n\n")
     assert head == "Mine\nNet, forward · H100 · bf16 · eager"
     assert above.splitlines() == ["before", *answer(report())]
     assert (shown, below.splitlines()) == ("A TABLE", small_print(report()))
-    marked = laid_out(report(), [], title="Mine", first=("before", "  more"), markdown=True)
+    marked = _laid_out(report(), [], title="Mine", first=("before", "  more"), markdown=True)
     assert marked.startswith("**Mine**\n**Net, forward · H100 · bf16 · eager**\n\n- before\n  more\n- predicted 500 ms")
     assert marked.endswith("- " + small_print(report())[-1])
-    assert laid_out(report(), []).startswith("Net, forward")
+    assert _laid_out(report(), []).startswith("Net, forward")
 
 
 # --- tables

@@ -150,7 +150,7 @@ def spot(where: str, over: float, *places: str, why: str = "few tiles") -> HotSp
 def report(spots: list[HotSpot], found: list[Advice], **facts: Any) -> Any:
     said = {
         "timings": [1], "seconds": 10.0, "advice": found, "hot_spots": spots, "in_mode": print, "regime": "memory",
-        "caution": "", "later_step_seconds": None,
+        "caution": "", "later_step_seconds": None, "uncounted": [],
     }  # fmt: skip
     return SimpleNamespace(**said | facts)
 
