@@ -28,7 +28,7 @@ DEFAULTS = {
     "memory": Made(
         fits=lambda device: True, at_peak={"parameters": 1.5 * 10**9, "activations": 0.5 * 10**9, "tiny": 10**6},
         peak_bytes=2 * 10**9, steady_peak_bytes=2 * 10**9, allocated_bytes=3 * 10**9,
-        peak_op=Made(call=Made(name="mm"), module="Net.layer", phase="backward"),
+        peak_place="mm in Net.layer (backward)",
     ),
     "kernels": (), "timings": [], "uncounted": [], "switches": Switches(True, False, False), "assumptions": (),
     "causal": "full", "graphs": (), "notes": ("a note",), "ran": RAN, "cluster": None, "uncertainty": UNSURE,
@@ -68,7 +68,7 @@ def test_the_answer_is_these_lines():
             -1,
             "process), 3.00 GB from the second step on · at the peak",
         ),
-        ({"memory": memory(at_peak={}, peak_op=None)}, -1, "process) · at the peak: nothing"),
+        ({"memory": memory(at_peak={}, peak_place="")}, -1, "process) · at the peak: nothing"),
         ({"kernels": [1]}, -1, "(backward) · 3.00 GB by torch.cuda.max_memory_allocated()"),
         ({"hardware": H100.replace(memory_gb=None)}, -1, "memory of the device unknown · at the peak: parameters"),
     ],
