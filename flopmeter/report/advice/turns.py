@@ -142,8 +142,7 @@ def _are_independent(trace: Trace, turns: Sequence[Sequence[int]]) -> bool:
         made = set[int]()
         for index in turn:
             op = trace.ops[index]
-            reads_a_value = op.packet in _READ_BY_THE_HOST or any(spec.device == "cpu" for spec in op.call.outputs)
-            if reads_a_value and not has_own_weights:
+            if _reads_a_value(op) and not has_own_weights:
                 return False
             if not left.isdisjoint(op.reads):
                 if op.packet not in _SUMS:
@@ -152,6 +151,12 @@ def _are_independent(trace: Trace, turns: Sequence[Sequence[int]]) -> bool:
             made |= op.fills
         left |= made
     return True
+
+
+def _reads_a_value(op: Op) -> bool:
+    """Whether the host waits for it, to read what the device has made."""
+    to_the_host = any(spec.device == "cpu" for spec in op.call.outputs)
+    return op.packet in _READ_BY_THE_HOST or (to_the_host and any(spec.device != "cpu" for spec in op.call.inputs))
 
 
 def own_weights(trace: Trace, turns: Sequence[Sequence[int]]) -> set[int]:
