@@ -66,11 +66,13 @@ def _loops_in(trace: Trace, part: Sequence[int], key: Callable[[Op], Hashable]) 
         if length <= 0 or tied.get(length, 0) > start:
             start += 1
             continue
-        end = start + length
+        end, alike = start + length, start
         while end < len(part) and keys[end] == keys[end - length]:
             end += 1
-        is_long = (end - start) // length + 1 >= LEAST_TURNS  # with a first turn that does more
-        for begin in (start, start + _between_turns(trace, part[start:end], length)) if is_long else ():
+        while alike > done and keys[alike - 1] == keys[alike - 1 + length]:  # a turn may begin with two equal ops
+            alike -= 1
+        is_long = (end - alike) // length + 1 >= LEAST_TURNS  # with a first turn that does more
+        for begin in (alike, alike + _between_turns(trace, part[alike:end], length)) if is_long else ():
             turns = [tuple(part[place : place + length]) for place in range(begin, end - length + 1, length)]
             before = range(max(done, begin - 2 * length), begin)
             first = tuple(part[place] for place in _first_turn(keys, before, keys[begin : begin + length]))
