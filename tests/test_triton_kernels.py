@@ -16,6 +16,7 @@ import torch
 from costs_support import call_by_hand
 from torch import Tensor
 from torch._higher_order_ops import triton_kernel_wrap
+from written_modules import imported
 
 import flopmeter
 from flopmeter import FlopMeter
@@ -477,12 +478,7 @@ twice_added.register_autograd(lambda context, gradient: (gradient, 2 * gradient)
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    path = tmp_path_factory.mktemp("triton") / "program_with_kernels.py"  # Triton reads the source
-    path.write_text(PROGRAM_FILE)
-    spec = importlib.util.spec_from_file_location("program_with_kernels", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return imported(tmp_path_factory.mktemp("triton"), "program_with_kernels", PROGRAM_FILE)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float16, **options) -> Tensor:

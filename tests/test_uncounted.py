@@ -7,6 +7,7 @@ import importlib.util
 
 import pytest
 import torch
+from written_modules import imported
 
 from flopmeter import FlopMeter
 
@@ -60,12 +61,7 @@ def _(x, lengths):
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    path = tmp_path_factory.mktemp("uncounted") / "uncounted_program.py"  # Triton reads the source
-    path.write_text(PROGRAM_FILE)
-    spec = importlib.util.spec_from_file_location("uncounted_program", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return imported(tmp_path_factory.mktemp("uncounted"), "uncounted_program", PROGRAM_FILE)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

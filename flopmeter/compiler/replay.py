@@ -274,9 +274,7 @@ class _Paths:
         if graph.part == "backward" or is_compiled_backward():
             tensors = (value for value in args if isinstance(value, Tensor))
             known = (self._recorder.kept_by.get(value.untyped_storage()._cdata) for value in tensors)
-            votes = Counter(
-                path for path in known if path is not None
-            )  # a condition is kept by all that it is given to
+            votes = Counter(path for path in known if path is not None)  # several layers may have kept one condition
             return votes.most_common(1)[0][0] if votes else ""
         return self._of_frame(graph)
 

@@ -14,6 +14,7 @@ import runpy
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from flopmeter.report.quantities import duration
-from flopmeter.run.own_code import is_own as is_of_program
+from flopmeter.run.own_code import is_own
 
 INTERVAL_S = 0.005
 LEAST_LOOKS = 10  # in all steps, so that chance decides little
@@ -47,7 +48,7 @@ class HostWork:
     """Looks at the thread that opens `watched()`. `now`: the number of ops so far."""
 
     def __init__(self, now: Callable[[], int]) -> None:
-        self._now = now
+        self._now, self._is_own = now, functools.cache(is_own)
         self._found: list[tuple[int, float, str]] = []  # ops until then, computed since the last look, and the line
 
     @contextmanager
@@ -67,11 +68,13 @@ class HostWork:
 
     def of(self, steps: Sequence[range], step_seconds: float) -> OwnWork | None:
         """An average over these steps; None where it is little beside the step's time."""
-        found = [(seconds, where) for op, seconds, where in self._found if any(op in step for step in steps)]
-        own_seconds = sum(seconds for seconds, _ in found) / max(len(steps), 1)
+        moments = [op for op, *_ in self._found]
+        parts = (slice(bisect_left(moments, step.start), bisect_left(moments, step.stop)) for step in steps)
+        found = [look for part in parts for look in self._found[part]]
+        own_seconds = sum(seconds for _, seconds, _ in found) / max(len(steps), 1)
         if len(found) < LEAST_LOOKS or own_seconds < LEAST_SHARE * step_seconds:
             return None
-        ((where, _),) = Counter(where for _, where in found).most_common(1)
+        ((where, _),) = Counter(where for *_, where in found).most_common(1)
         return OwnWork(own_seconds, where)
 
     def _watch(self, thread: int, ended: threading.Event) -> None:
@@ -79,23 +82,19 @@ class HostWork:
         last = time.clock_gettime(clock)
         while not ended.wait(INTERVAL_S):
             computed = time.clock_gettime(clock)
-            line = _own_line(sys._current_frames().get(thread))
+            line = self._own_line(sys._current_frames().get(thread))
             if line is not None:
                 self._found.append((self._now(), computed - last, line))
             last = computed
 
-
-is_own = functools.cache(is_of_program)
-
-
-def _own_line(frame: FrameType | None) -> str | None:
-    """The program's line that works; None while torch or flopmeter do. What runs the script lies below it."""
-    line = None
-    while frame is not None and frame.f_code.co_filename not in ("<frozen runpy>", runpy.__file__):
-        module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
-        if module.partition(".")[0] in _OTHERS:
-            return None
-        if line is None and is_own(module, file):
-            line = f"{os.path.basename(file)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return line
+    def _own_line(self, frame: FrameType | None) -> str | None:
+        """The program's line that works; None while torch or flopmeter do. What runs the script lies below it."""
+        line = None
+        while frame is not None and frame.f_code.co_filename not in ("<frozen runpy>", runpy.__file__):
+            module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+            if module.partition(".")[0] in _OTHERS:
+                return None
+            if line is None and self._is_own(module, file):
+                line = f"{os.path.basename(file)}:{frame.f_lineno}"
+            frame = frame.f_back
+        return line

@@ -95,7 +95,7 @@ def _run_at_once(report: Report, trace: Trace, loops: Sequence[_AtOnce]) -> Repo
     usable = usable_bytes_if_known(report.hardware)
     if then is None or not is_proportional(report, then, 1):
         return None
-    return then if usable is None or then.memory.peak_bytes <= usable else None
+    return then if usable is None or then.memory.fits_in(usable) else None
 
 
 def _macs(op: Op) -> int:
