@@ -104,9 +104,10 @@ def regions(call: Call) -> tuple[Set[TensorSpec], Set[TensorSpec]]:
 
 def writes_nothing(call: Call) -> bool:
     """Whether all that the call would write is empty: then torch's kernels return before they launch. A send returns an
-    empty tensor too, but it writes elsewhere."""
+    empty tensor too, but it writes elsewhere; and that nothing is found is known when all was looked at."""
     read, written = regions(call)
-    touched = (*read, *written) if call.func._schema.name in COLLECTIVE_OPS else written
+    looks = call.func._schema.name in {"aten::nonzero", *COLLECTIVE_OPS}
+    touched = (*read, *written) if looks else written
     return bool(written) and not any(spec.numel for spec in touched)
 
 

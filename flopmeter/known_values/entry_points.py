@@ -3,9 +3,11 @@
 Works around: torch builds constants on meta, and reads tensors for numpy and f-strings, without an op.
 Until: each of these ways is an op that a dispatch mode sees.
 
-`torch.tensor` and its kin build meta tensors without an op; `.numpy()` and f-strings read without one. They are
-patched, because a TorchFunctionMode would turn off torch's fast paths. (`Tensor.__getitem__` must not be: that makes
-every tensor a sequence to CPython, for good, and `torch.tensor([t, t])` fails; see index_lists.py.)
+`torch.tensor` and its kin build meta tensors without an op; `.numpy()` and f-strings read without one; of the number in
+`x[...] = 0` torch makes a tensor of the host if x is on CUDA, but one on meta if x is there (THPVariable_setitem in
+torch/csrc/autograd/python_variable_indexing.cpp). They are patched, because a TorchFunctionMode would turn off torch's
+fast paths. (`Tensor.__getitem__` must not be: that makes every tensor a sequence to CPython, for good, and
+`torch.tensor([t, t])` fails; see index_lists.py.)
 `.item()`, and with it `bool(t)`, `int(t)`, `x[t]` and `range(t)`, raises on meta in a composite; a kernel on
 AutogradMeta sends it on to `_local_scalar_dense`, as on CUDA. All is undone when the last one closes.
 """
@@ -102,7 +104,7 @@ def _install() -> ExitStack:
             _originals.append((owner, name, getattr(owner, name)))
             patched = _constructor(data, int(owner is Tensor), getattr(owner, name))
             undo.enter_context(mock.patch.object(owner, name, patched))
-        for name, wrap in (("__format__", _formatting), ("numpy", _to_numpy)):
+        for name, wrap in (("__format__", _formatting), ("numpy", _to_numpy), ("__setitem__", _put)):
             _originals.append((Tensor, name, getattr(Tensor, name)))
             undo.enter_context(mock.patch.object(Tensor, name, wrap(getattr(Tensor, name))))
         scripting = scripting_inside(as_torch_has_them, torch.jit.script)
@@ -219,6 +221,14 @@ def _formatting(original: Callable[..., str], tensor: Tensor, spec: str) -> str:
     if known is not None and not tensor.dim() and (known.assume.stands_in or known.values.knows(tensor)):
         return format(tensor.item(), spec)
     return original(tensor, spec)
+
+
+@around
+def _put(original: Callable[..., None], tensor: Tensor, index: Any, value: Any) -> None:
+    if _knower(tensor) is not None and isinstance(value, (bool, int, float, complex)):
+        with no_modes():
+            value = torch.scalar_tensor(value, dtype=tensor.dtype, device="cpu")
+    original(tensor, index, value)
 
 
 @around

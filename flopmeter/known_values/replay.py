@@ -74,8 +74,10 @@ class Knowledge:
         self._most_elements = MAX_ROUTED_ELEMENTS if assume.routing else MAX_ELEMENTS
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.on_new: Callable[[Tensor], object] = lambda tensor: None  # called for meta tensors made without an op
-        # The calls that the last `run` made instead of the given one, as (func, args, kwargs); () if it made that one.
-        self.ran: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = ()
+        # The call that the last `run` made instead of the given one, as (func, args, kwargs); None if it made that one.
+        self.ran: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+        # Those that CUDA runs before it and no mode sees, with their results.
+        self.hidden: list[tuple[Any, tuple[Any, ...], dict[str, Any], Tensor]] = []
         self.as_compared: WeakIdKeyDictionary = WeakIdKeyDictionary()  # unknown conditions, and what stand-ins answer
         # Storages of the host that are full of stand-ins, and what to call if they come back without being read.
         self.sent_unknown: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -165,7 +167,7 @@ class Knowledge:
 
     def rewritten(self, call: Invocation, func: Any, args: tuple[Any, ...]) -> Invocation:
         """A call that runs in place of the given one and is recorded instead of it."""
-        self.ran = ((func, args, call.kwargs),)
+        self.ran = (func, args, call.kwargs)
         return call._replace(func=func, args=args, tensors=list(tensors_in(args)), kernel=None)
 
     def lift(self, result: Any, *, is_known: bool = True) -> Any:

@@ -14,17 +14,8 @@ from flopmeter.known_values import collectives, stand_ins
 from flopmeter.known_values.assumed import assumed_handler
 from flopmeter.known_values.assumptions import Assumptions, DataDependentError
 from flopmeter.known_values.custom_ops import custom
-from flopmeter.known_values.data_dependent import (
-    GATHERS,
-    ask,
-    index,
-    index_copy,
-    index_put,
-    masked_select,
-    scatter,
-    shape,
-    suppressed,
-)
+from flopmeter.known_values.data_dependent import ask, shape, suppressed
+from flopmeter.known_values.indexing import GATHERS, index, index_copy, index_put, masked_select, scatter
 from flopmeter.known_values.lengths import arguments_with_lengths, with_lengths
 from flopmeter.known_values.replay import Handler, Invocation, Knowledge
 from flopmeter.known_values.values import address, is_discrete, is_weight, no_modes, spans_storage
@@ -255,7 +246,13 @@ SPECIAL: dict[OpOverload, Handler] = {
     **dict.fromkeys((aten.randperm.default, aten.randperm.generator), drawn),
     **dict.fromkeys(stand_ins.COMPARISONS, stand_ins.compared),
     **dict.fromkeys(GATHERS, index),
-    **dict.fromkeys((aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default), index_put),
+    **dict.fromkeys(
+        (
+            aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
+            aten._unsafe_index_put.default,
+        ),
+        index_put,
+    ),
     **dict.fromkeys((aten.scatter.src, aten.scatter_.src), scatter),
     **dict.fromkeys((aten.index_copy.default, aten.index_copy_.default), index_copy),
     **dict.fromkeys((aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default), overwrite),

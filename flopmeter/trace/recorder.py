@@ -324,7 +324,10 @@ class Recorder(TorchDispatchMode):
         except RuntimeError as error:
             self._explain(error, arrival)
             raise
-        for func, args, kwargs in self.values.ran:  # in place of the call
+        for func, args, kwargs, made in self.values.hidden:
+            self._record(self._arrivals.meet(func, args, kwargs, self._handlings[func]), made)
+        if self.values.ran is not None:
+            func, args, kwargs = self.values.ran
             arrival = self._arrivals.meet(func, args, kwargs, self._handlings[func])
         if self.values.groups is not None:
             arrival.groups = self.values.groups

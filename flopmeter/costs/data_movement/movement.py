@@ -303,7 +303,7 @@ def _with_replacement(call: Call, p: TensorSpec, samples: TensorSpec) -> tuple[C
 
 
 @rule(
-    aten.kthvalue, aten.unique_dim, aten.unique_consecutive, aten.isin, aten.nonzero, aten.nonzero_static,
+    aten.kthvalue, aten.unique_dim, aten.unique_consecutive, aten.isin, aten.nonzero_static,
     aten.histc, aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts,
     aten._histogramdd_from_bin_tensors,
 )  # fmt: skip

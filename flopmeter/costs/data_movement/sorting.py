@@ -1,9 +1,10 @@
-"""Sorting: `sort`, `topk`, `unique` and `randperm`, kernel by kernel as torch launches them on CUDA. No arithmetic: 0
-FLOP.
+"""Sorting: `sort`, `topk`, `unique`, `randperm` and `nonzero`, kernel by kernel as torch launches them on CUDA. No
+arithmetic: 0 FLOP.
 
 Rows of at most 4096 elements are sorted by one thread block each (Sort.cu), longer ones by cub, digit by digit
 (SortStable.cu); `topk` counts digits from the highest on until it knows the k-th value (TensorTopK.cu), gathers what is
-above it, and sorts that. All files are in aten/src/ATen/native/cuda; they ask for no device but AMD's.
+above it, and sorts that; `nonzero` counts, then selects, both by cub (Nonzero.cu). All files are in
+aten/src/ATen/native/cuda; they ask for no device but AMD's.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from math import ceil, log, log2
 
 import torch
 
-from flopmeter.costs.index_arithmetic import integer_operations
+from flopmeter.costs.index_arithmetic import LONG_QUOTIENT_OPERATIONS, integer_operations
 from flopmeter.costs.rules import in_one_piece, make_cost, rule, scratch
-from flopmeter.records import MOVEMENT, RANDOM, SORTING, Call, Cost, TensorSpec, ThreadGrid
+from flopmeter.records import MOVEMENT, RANDOM, SORTING, Call, Cost, HostCopy, TensorSpec, ThreadGrid
 from flopmeter.records.powers_of_two import power_of_two_from
 from flopmeter.torch_names.operators import aten
 
@@ -35,6 +36,14 @@ COUNTING_KERNELS = 4  # memory set to zero twice, counts, and their sums
 LOAD_OPERATIONS, COUNT_OPERATIONS, RANK_OPERATIONS = 20, 7, 140
 # Until each has a number, by a division; and to look up its value by that.
 NUMBER_OPERATIONS, LOOK_UP_OPERATIONS = 42, 57
+
+# --- nonzero (cub's DeviceReduce and DeviceSelect) -------------------------------------------------------------------
+
+COUNTED_TILE = 4096  # elements that a block counts; if there is more than one block, a last one adds their counts up
+SELECT_THREADS, SELECT_ITEMS = 384, 11
+# Integer instructions of an element: loaded, ranked among those of its block, and its place stored where it holds. From
+# the four sizes on an H100 (validation/traces, kernels_index and kernels_reduce): 8.2 million bools take 19.5 us.
+SELECT_OPERATIONS = 30
 
 # --- permutations ----------------------------------------------------------------------------------------------------
 
@@ -272,3 +281,31 @@ def unique(call: Call) -> tuple[Cost, ...]:
     return *radix_sort(call, x, None, bits_of(x)), make_cost(
         call, SORTING, read=(scratch(x, 1),), access="scan", kernels=2
     )
+
+
+@rule(aten.nonzero)
+def nonzero(call: Call) -> tuple[Cost, ...]:
+    """How many there are, which the host learns before it makes room for their places; the places, in one sweep whose
+    blocks tell those after them how many they have; and of each place a quotient and a remainder a dimension."""
+    (x,), (out,) = call.inputs, call.outputs
+    found, dims = out.shape
+    one, numbers = (in_one_piece(scratch(out, n), shape) for n, shape in ((1, ()), (2, (found,))))
+    counts = 1 + (x.numel > COUNTED_TILE)
+    counted = make_cost(call, SORTING, read=(x,), written=(one,), access="stream", kernels=counts, blocks_host=False)
+    told = make_cost(call, MOVEMENT, read=(one,), written=(), work=HostCopy(4), blocks_host=True)
+    if not dims or not x.numel:
+        return counted, told
+    grid = ThreadGrid(
+        ceil(x.numel / (SELECT_THREADS * SELECT_ITEMS)), SELECT_THREADS, 1, operations=SELECT_OPERATIONS * SELECT_ITEMS,
+        chains=SELECT_ITEMS,
+    )  # fmt: skip
+    selected = make_cost(
+        call, SORTING, read=(x,), written=(numbers,), access="stream", grid=grid, kernels=2, blocks_host=False
+    )
+    if dims == 1 or not found:
+        return counted, told, selected
+    parted = make_cost(
+        call, SORTING, read=(numbers,), access="stream", blocks_host=False,
+        index_operations=2 * dims * LONG_QUOTIENT_OPERATIONS * found,
+    )  # fmt: skip
+    return counted, told, selected, parted

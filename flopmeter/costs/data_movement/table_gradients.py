@@ -9,9 +9,10 @@ from math import ceil, log2, prod
 
 import torch
 
+from flopmeter.costs.access import walk_of_extremum
 from flopmeter.costs.data_movement.sorting import bits_of, radix_sort
-from flopmeter.costs.rules import in_one_piece, make_cost, rule, scratch
-from flopmeter.records import INDEXING, MOVEMENT, Call, Cost, Region, TensorSpec, ThreadGrid
+from flopmeter.costs.rules import in_one_piece, make_cost, reduced, rule, scratch
+from flopmeter.records import ELEMENTWISE, INDEXING, MOVEMENT, Call, Cost, Region, TensorSpec, ThreadGrid
 from flopmeter.torch_names.operators import aten
 
 # Up to this many indices, a block of 32 rows of 32 threads walks all of them for 32 columns of the table, 32 at a time:
@@ -31,7 +32,8 @@ MOST_THREADS, WARP_THREADS = 1024, 32
 # `index_put` with `accumulate`: a warp adds what one place gets to 128 elements of it, and four warps are a block. A
 # thread looks up the place, its neighbour's, where its value lies, the value and what is there; then the same next.
 ADDED_ELEMENTS, ADDING_WARPS, ADDING_STEPS = 128, 4, 8
-NUMBERING_KERNELS = 4  # one number for each place: remainder, product and quotient; and numbers in order
+# One number for each place: remainder and product for each index, and the sum of those; a quotient; numbers in order.
+KERNELS_OF_INDEX, NUMBERING_KERNELS = 3, 1
 # Where the last kernel would have few blocks, and each many parts to add, parts are added to the table at once.
 FEW_BLOCKS, MANY_PARTS = 512, 4
 
@@ -111,8 +113,9 @@ def sorted_additions(
         MOVEMENT,
         read=[index for index in indices if index is not None],
         written=(places, numbers),
-        kernels=NUMBERING_KERNELS,
+        kernels=KERNELS_OF_INDEX * len(taken) + NUMBERING_KERNELS,
     )
+    checked = [cost for place in taken for cost in _checked(call, indices[place])]
     slices = ceil(touched / max(1, count * before) / ADDED_ELEMENTS)
     grid = ThreadGrid(ceil(count / ADDING_WARPS) * slices * before, ADDING_WARPS * WARP_THREADS, ADDING_STEPS)
     in_order = radix_sort(call, places, numbers, bits)
@@ -120,7 +123,18 @@ def sorted_additions(
     added = make_cost(
         call, INDEXING, flops, read=read, written=(written,), access="stream", grid=grid, complex_factor=1
     )
-    return numbered, *in_order, added
+    return *checked, numbered, *in_order, added
+
+
+def _checked(call: Call, index: TensorSpec) -> tuple[Cost, ...]:
+    """The largest and the smallest place, of each of which a kernel says whether it is allowed, and one stops the
+    program otherwise. Gradients of an index, whose places were checked before, do without (wrapIndexOnce)."""
+    if call.get("unsafe") or not index.numel:
+        return ()
+    one = in_one_piece(scratch(index, 5), ())
+    found = reduced(call, index, one, walked=walk_of_extremum(index, range(len(index.shape))))
+    allowed = make_cost(call, ELEMENTWISE, read=(one,), written=(one,), kernels=2)
+    return found, allowed, found, allowed
 
 
 def _threads(rows: int, width: int, steps: int) -> ThreadGrid:
