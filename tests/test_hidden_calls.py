@@ -173,9 +173,7 @@ def test_places_to_add_to_are_checked_unless_they_come_from_an_index():
 
     def launches(program: Callable[[Tensor], Any]) -> int:
         _, meter = recorded(program)
-        return sum(
-            kernel.cost.work.kernels for kernel in meter.report().kernels if "index_put" in kernel.op.call.name
-        )
+        return sum(kernel.cost.work.kernels for kernel in meter.report().kernels if "index_put" in kernel.op.call.name)
 
     def adds(x: Tensor) -> None:
         x.index_put_((torch.arange(64, device="meta"),), torch.ones(64, 32, device="meta"), accumulate=True)
@@ -196,3 +194,29 @@ def test_a_script_may_put_numbers_of_any_type():
         assert int(flags.sum()) == 9
     y = torch.zeros(4, device="meta")
     y[0] = 1  # without a meter, as ever
+
+
+def test_a_tensor_made_of_numbers_is_sent_to_the_device_and_waited_for():
+    """internal_new_from_data in torch's tensor_new.cpp makes it on the host, and copies it where no mode sees that."""
+
+    def program(x: Tensor) -> None:
+        torch.tensor([[1.0, 2.0]], device="meta")
+        x.new_tensor([1, 2, 3])
+        torch.as_tensor(3, device="meta")
+        torch.tensor(4)  # stays on the host
+
+    ran, meter = recorded(program)
+    assert ran == ["aten._to_copy.default"] * 3
+    copies = [kernel.cost for kernel in meter.report().kernels if kernel.op.call.name == "_to_copy"]
+    assert [(copy.link_bytes, copy.blocks_host) for copy in copies] == [(8, True), (12, True), (8, True)]
+    assert meter.report().ran.inputs == ()
+
+
+def test_the_advice_for_a_number_in_the_loop_is_to_make_it_on_the_device():
+    with FlopMeter(hardware=H100) as meter:
+        x = torch.zeros(1 << 22, device="meta")
+        for step in range(8):
+            x = torch.relu(x * torch.tensor(0.5 * step, device="meta"))
+    advice = str(meter.report())
+    assert "made on the device (torch.full, torch.where), or moved there once, outside of the loop" in advice
+    assert "pin_memory" not in advice

@@ -225,9 +225,10 @@ def _formatting(original: Callable[..., str], tensor: Tensor, spec: str) -> str:
 
 @around
 def _put(original: Callable[..., None], tensor: Tensor, index: Any, value: Any) -> None:
-    if _knower(tensor) is not None and isinstance(value, (bool, int, float, complex)):
+    if (known := _knower(tensor)) is not None and isinstance(value, (bool, int, float, complex)):
         with no_modes():
             value = torch.scalar_tensor(value, dtype=tensor.dtype, device="cpu")
+        known.on_numbers(value)
     original(tensor, index, value)
 
 

@@ -74,6 +74,7 @@ class Knowledge:
         self._most_elements = MAX_ROUTED_ELEMENTS if assume.routing else MAX_ELEMENTS
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.on_new: Callable[[Tensor], object] = lambda tensor: None  # called for meta tensors made without an op
+        self.on_numbers: Callable[[Tensor], object] = lambda tensor: None  # and for those of the host made of numbers
         # The call that the last `run` made instead of the given one, as (func, args, kwargs); None if it made that one.
         self.ran: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
         # Those that CUDA runs before it and no mode sees, with their results.

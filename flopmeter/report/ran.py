@@ -85,6 +85,8 @@ def _inputs(trace: Trace) -> list[str]:
         is_sent = call.inputs and call.inputs[0].device != device and all(each.device != device for each in call.inputs)
         if not is_sent and (not call.outputs or before.isdisjoint(op.storages)):
             continue  # nearly always
+        if is_sent and all(trace.storages[op.storages[spec.storage]].role == "numbers" for spec in call.inputs):
+            continue
         for spec in call.outputs if is_sent else call.inputs:
             number = op.storages[spec.storage]
             if number in (data if is_sent else before) and spec.shape and spec.device == device:

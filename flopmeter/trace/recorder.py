@@ -38,6 +38,7 @@ from flopmeter.records import (
     TritonBody,
 )
 from flopmeter.records.tensors import tensors_in
+from flopmeter.torch_names.operators import aten_overloads as aten
 from flopmeter.torch_names.private import DispatchKey, dispatch_mode_stack
 from flopmeter.trace import higher_order, mixed_devices, streams, triton_kernels
 from flopmeter.trace.arrivals import Arrival, Arrivals, KnownCall
@@ -96,7 +97,7 @@ class Recorder(TorchDispatchMode):
         self._overrides = overrides or {}
         self.values = values
         if values is not None:
-            values.on_new = self._storages.note_new
+            values.on_new, values.on_numbers = self._note_sent, self._note_numbers
         self._cells: Mapping[int, Any] = values.values.cells if values else {}  # what values are known of
         self._handlings = Handlings(values)
         self._groups = ProcessGroups()
@@ -191,6 +192,23 @@ class Recorder(TorchDispatchMode):
     def note_new(self, tensor: Tensor) -> None:
         """The tensor's storage is new, though no op has written it."""
         self._storages.note_new(tensor)
+
+    def _note_sent(self, tensor: Tensor) -> None:
+        """torch.tensor(...) made the tensor: on CUDA, of one on the host, by a copy that no mode sees
+        (internal_new_from_data in torch/csrc/utils/tensor_new.cpp)."""
+        self.note_new(tensor)
+        if self.is_on():
+            with no_modes():
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            self._note_numbers(host)
+            func = aten._to_copy.default
+            self._record(self._arrivals.meet(func, (host,), {"device": tensor.device}, self._handlings[func]), tensor)
+
+    def _note_numbers(self, tensor: Tensor) -> None:
+        """The tensor of the host was made of numbers of Python."""
+        if self.is_on():
+            self._storages.note_new(tensor)
+            self._storages.note(tensor, "numbers")
 
     def with_implementation(self, call: Call) -> Call:
         """The call with what its op runs, where that is a custom op in Python."""

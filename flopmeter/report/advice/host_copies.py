@@ -37,7 +37,12 @@ def blocking_copies(report: Report, trace: Trace) -> Iterator[Proposal]:
     Outside of modules they are batches; in a module it is a tensor made on the host, or weights that wait there."""
     copies = [kernel for kernel in report.kernels if _is_blocking_copy(kernel, trace.device)]
     outside = [kernel for kernel in copies if not kernel.op.module]
-    yield from _not_waiting(report, trace, outside, "DataLoader(pin_memory=True) and .to(device, non_blocking=True)")
+    numbers = [kernel for kernel in outside if _is_of_numbers(kernel.op, trace)]
+    batches = [kernel for kernel in outside if kernel not in numbers]
+    yield from _not_waiting(report, trace, batches, "DataLoader(pin_memory=True) and .to(device, non_blocking=True)")
+    yield from _not_waiting(
+        report, trace, numbers, "made on the device (torch.full, torch.where), or moved there once, outside of the loop"
+    )
     again = {id(trace.ops[index]) for index in brought_again(trace)[0]}
     inside = [kernel for kernel in copies if kernel.op.module]
     made = [kernel for kernel in inside if id(kernel.op) not in again]
@@ -82,6 +87,11 @@ def _is_blocking_copy(kernel: Kernel, device: str) -> bool:
     target = call.outputs[0] if call.outputs else call.inputs[0]
     can_go_on = call.get("non_blocking") is not None
     return bool(cost.link_bytes and (cost.blocks_host or cost.staged_bytes) and target.device == device and can_go_on)
+
+
+def _is_of_numbers(op: Op, trace: Trace) -> bool:
+    source, _ = ends_of(op)
+    return source is not None and trace.storages[source[1]].role == "numbers"
 
 
 def _without_waiting(op: Op) -> Op:
