@@ -10,7 +10,7 @@ from flopmeter.records.compiled import Compilation
 from flopmeter.records.costs import Switches
 from flopmeter.records.ops import Op
 
-StorageRole = Literal["parameters", "gradients", "optimizer state", "copies of weights", "temporaries", "numbers"]
+StorageRole = Literal["parameters", "gradients", "optimizer state", "copies of weights", "temporaries"]
 OF_WEIGHTS: tuple[StorageRole, ...] = ("parameters", "gradients", "optimizer state", "copies of weights")
 BEFORE = -1  # the birth of a storage that existed before the trace
 DEFAULT_STREAM = 0
@@ -25,10 +25,11 @@ class Storage:
     device: str
     born: int
     died: int | None = None  # None: alive when the context ended
-    role: StorageRole | None = None  # None: data, and what is computed from data; numbers: of Python, on the host
+    role: StorageRole | None = None  # None: data, and what is computed from data
     died_inside: bool = False  # of a call of a module or of a compiled function, which so did not return it
     is_of_forward_pass: bool = False  # in a part of a trace: a module made it in a forward pass before the part
     is_trained: bool = False  # an optimizer has it among its parameters
+    is_of_numbers: bool = False  # on the host, made of numbers of Python
 
 
 _GONE = Storage(nbytes=0, device="", born=BEFORE, died=BEFORE)  # in a part of a trace: freed before the part

@@ -85,7 +85,7 @@ def _inputs(trace: Trace) -> list[str]:
         is_sent = call.inputs and call.inputs[0].device != device and all(each.device != device for each in call.inputs)
         if not is_sent and (not call.outputs or before.isdisjoint(op.storages)):
             continue  # nearly always
-        if is_sent and all(trace.storages[op.storages[spec.storage]].role == "numbers" for spec in call.inputs):
+        if is_sent and all(trace.storages[op.storages[spec.storage]].is_of_numbers for spec in call.inputs):
             continue
         for spec in call.outputs if is_sent else call.inputs:
             number = op.storages[spec.storage]

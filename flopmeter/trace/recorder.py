@@ -207,8 +207,7 @@ class Recorder(TorchDispatchMode):
     def _note_numbers(self, tensor: Tensor) -> None:
         """The tensor of the host was made of numbers of Python."""
         if self.is_on():
-            self._storages.note_new(tensor)
-            self._storages.note(tensor, "numbers")
+            self._storages.note_numbers(tensor)
 
     def with_implementation(self, call: Call) -> Call:
         """The call with what its op runs, where that is a custom op in Python."""

@@ -90,6 +90,11 @@ class Storages:
         """The tensor's storage is new: the next op gave birth to it."""
         self._found[self.number(tensor, BEFORE, [])].born = len(self._ops)
 
+    def note_numbers(self, tensor: Tensor) -> None:
+        """The tensor of the host was made of numbers just now."""
+        self.note_new(tensor)
+        self._found[self.number(tensor, BEFORE, [])].is_of_numbers = True
+
     def note_sizes(self, tensors: Iterable[Tensor]) -> None:
         """The op that runs may have resized these."""
         for tensor in tensors:

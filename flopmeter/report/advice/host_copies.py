@@ -91,7 +91,7 @@ def _is_blocking_copy(kernel: Kernel, device: str) -> bool:
 
 def _is_of_numbers(op: Op, trace: Trace) -> bool:
     source, _ = ends_of(op)
-    return source is not None and trace.storages[source[1]].role == "numbers"
+    return source is not None and trace.storages[source[1]].is_of_numbers
 
 
 def _without_waiting(op: Op) -> Op:
