@@ -220,3 +220,16 @@ def test_the_advice_for_a_number_in_the_loop_is_to_make_it_on_the_device():
     advice = str(meter.report())
     assert "made on the device (torch.full, torch.where), or moved there once, outside of the loop" in advice
     assert "pin_memory" not in advice
+
+
+def test_a_list_of_places_is_sent_to_the_device_and_waited_for():
+    places = [3, 1]
+
+    def program(x: Tensor) -> None:
+        x[:, [2, 1, 0]]
+        x[places]
+
+    ran, meter = recorded(program)
+    assert [name for name in ran if "slice" not in name] == ["aten._to_copy.default", "aten.index.Tensor"] * 2
+    assert [kernel.cost.link_bytes for kernel in meter.report().kernels if kernel.cost.link_bytes] == [24, 16]
+    assert meter.report().ran.inputs == ()

@@ -10,6 +10,7 @@ But the program is at that subscript when the op arrives, so the numbers are rea
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import linecache
 from types import CodeType, FrameType
@@ -18,7 +19,7 @@ from flopmeter.known_values.assumptions import program_frame
 
 
 def index_lists() -> list[list[int]]:
-    """The lists of numbers in the subscript that the program evaluates now, literal or in a variable."""
+    """The lists and NumPy arrays of numbers in the subscript that the program evaluates, literal or in variables."""
     frame = program_frame()
     if frame is None:
         return []
@@ -30,6 +31,7 @@ def index_lists() -> list[list[int]]:
     return [value for value in values if isinstance(value, list) and value and all(type(n) is int for n in value)]
 
 
+@functools.lru_cache(1024)  # a loop comes by again and again
 def _expression(code: CodeType, instruction: int) -> ast.expr | None:
     """The expression that an instruction evaluates. (The instruction is given as a byte offset; each has two bytes.)"""
     line, end_line, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
@@ -46,7 +48,8 @@ def _expression(code: CodeType, instruction: int) -> ast.expr | None:
 
 def _value(element: ast.expr, frame: FrameType) -> object:
     if isinstance(element, ast.Name):
-        return frame.f_locals.get(element.id, frame.f_globals.get(element.id))
+        found = frame.f_locals.get(element.id, frame.f_globals.get(element.id))
+        return found.tolist() if hasattr(found, "__array_interface__") else found
     try:
         return ast.literal_eval(element)
     except ValueError:

@@ -176,14 +176,14 @@ def _is_open(places: Tensor, rows: Tensor) -> bool:
 
 
 def _read_index_lists(known: Knowledge, call: Invocation) -> None:
-    """Makes index tensors known that torch made from lists of numbers, if the indexed tensor is known."""
-    if not known.values.knows(call.args[0]):
-        return
-    unknown = [item for item in call.args[1] if item is not None and not known.values.knows(item)]
-    if not unknown:
-        return
-    lists = index_lists()
-    if [(len(numbers),) for numbers in lists] == [tuple(item.shape) for item in unknown]:
+    """Makes index tensors known that torch made of lists of numbers. On CUDA they are sent to the device, as those of
+    torch.tensor are."""
+    unknown = [item for item in call.args[1] if item is not None and item.is_meta and not known.values.knows(item)]
+    lists = index_lists() if unknown else []
+    if unknown and [(len(numbers),) for numbers in lists] == [tuple(item.shape) for item in unknown]:
         for item, numbers in zip(unknown, lists, strict=True):
             with no_modes():
-                known.set(item, torch.tensor(numbers, dtype=item.dtype, device="cpu"))
+                host = torch.tensor(numbers, dtype=item.dtype, device="cpu")
+                known.set(item, host)
+            known.on_numbers(host)
+            known.hidden.append((aten._to_copy.default, (host,), {"device": item.device}, item))

@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         self._overrides = overrides or {}
         self.values = values
         if values is not None:
-            values.on_new, values.on_numbers = self._note_sent, self._note_numbers
+            values.on_new, values.on_numbers = self._note_sent, self._storages.note_numbers
         self._cells: Mapping[int, Any] = values.values.cells if values else {}  # what values are known of
         self._handlings = Handlings(values)
         self._groups = ProcessGroups()
@@ -200,14 +200,13 @@ class Recorder(TorchDispatchMode):
         if self.is_on():
             with no_modes():
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            self._note_numbers(host)
-            func = aten._to_copy.default
-            self._record(self._arrivals.meet(func, (host,), {"device": tensor.device}, self._handlings[func]), tensor)
+            self._storages.note_numbers(host)
+            self._record_hidden(aten._to_copy.default, (host,), {"device": tensor.device}, tensor)
 
-    def _note_numbers(self, tensor: Tensor) -> None:
-        """The tensor of the host was made of numbers of Python."""
-        if self.is_on():
-            self._storages.note_numbers(tensor)
+    def _record_hidden(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], made: Tensor) -> None:
+        """Record a call that CUDA makes where no mode sees it."""
+        self.note_new(made)
+        self._record(self._arrivals.meet(func, args, kwargs, self._handlings[func]), made)
 
     def with_implementation(self, call: Call) -> Call:
         """The call with what its op runs, where that is a custom op in Python."""
@@ -341,8 +340,8 @@ class Recorder(TorchDispatchMode):
         except RuntimeError as error:
             self._explain(error, arrival)
             raise
-        for func, args, kwargs, made in self.values.hidden:
-            self._record(self._arrivals.meet(func, args, kwargs, self._handlings[func]), made)
+        for hidden in self.values.hidden:
+            self._record_hidden(*hidden)
         if self.values.ran is not None:
             func, args, kwargs = self.values.ran
             arrival = self._arrivals.meet(func, args, kwargs, self._handlings[func])
