@@ -3,11 +3,11 @@
 Works around: torch builds constants on meta, and reads tensors for numpy and f-strings, without an op.
 Until: each of these ways is an op that a dispatch mode sees.
 
-`torch.tensor` and its kin build meta tensors without an op; `.numpy()` and f-strings read without one; of the number in
-`x[...] = 0` torch makes a tensor of the host if x is on CUDA, but one on meta if x is there (THPVariable_setitem in
-torch/csrc/autograd/python_variable_indexing.cpp). They are patched, because a TorchFunctionMode would turn off torch's
-fast paths. (`Tensor.__getitem__` must not be: that makes every tensor a sequence to CPython, for good, and
-`torch.tensor([t, t])` fails; see index_lists.py.)
+`torch.tensor` and its kin build meta tensors without an op; `.numpy()` and f-strings read without one; before 2.15 torch
+makes of the number in `x[...] = 0` a tensor of the host if x is on CUDA, but one on meta if x is there
+(THPVariable_setitem in torch/csrc/autograd/python_variable_indexing.cpp). They are patched, because a TorchFunctionMode
+would turn off torch's fast paths. (`Tensor.__getitem__` must not be: that makes every tensor a sequence to CPython, for
+good, and `torch.tensor([t, t])` fails; see index_lists.py.)
 `.item()`, and with it `bool(t)`, `int(t)`, `x[t]` and `range(t)`, raises on meta in a composite; a kernel on
 AutogradMeta sends it on to `_local_scalar_dense`, as on CUDA. All is undone when the last one closes.
 """
@@ -27,6 +27,7 @@ from torch import Tensor
 from flopmeter.known_values.replay import Knowledge
 from flopmeter.known_values.values import is_weight, no_modes
 from flopmeter.torch_names.around import around
+from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.torch_names.operators import aten_overloads as aten
 from flopmeter.torch_names.private import device_constructors, get_unwrapped, is_wrapped, peek_interpreter_stack
 from flopmeter.torch_names.shared_patch import SharedPatch
@@ -104,7 +105,10 @@ def _install() -> ExitStack:
             _originals.append((owner, name, getattr(owner, name)))
             patched = _constructor(data, int(owner is Tensor), getattr(owner, name))
             undo.enter_context(mock.patch.object(owner, name, patched))
-        for name, wrap in (("__format__", _formatting), ("numpy", _to_numpy), ("__setitem__", _put)):
+        wraps = {"__format__": _formatting, "numpy": _to_numpy}
+        if running_version() < (2, 15):
+            wraps["__setitem__"] = _put
+        for name, wrap in wraps.items():
             _originals.append((Tensor, name, getattr(Tensor, name)))
             undo.enter_context(mock.patch.object(Tensor, name, wrap(getattr(Tensor, name))))
         scripting = scripting_inside(as_torch_has_them, torch.jit.script)

@@ -14,6 +14,7 @@ import functools
 import itertools
 import linecache
 from types import CodeType, FrameType
+from typing import Any
 
 from flopmeter.known_values.assumptions import program_frame
 
@@ -48,7 +49,7 @@ def _expression(code: CodeType, instruction: int) -> ast.expr | None:
 
 def _value(element: ast.expr, frame: FrameType) -> object:
     if isinstance(element, ast.Name):
-        found = frame.f_locals.get(element.id, frame.f_globals.get(element.id))
+        found: Any = frame.f_locals.get(element.id, frame.f_globals.get(element.id))
         return found.tolist() if hasattr(found, "__array_interface__") else found
     try:
         return ast.literal_eval(element)
