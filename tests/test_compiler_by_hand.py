@@ -97,6 +97,22 @@ def test_constants_that_a_program_moves_to_the_gpu_are_there_before_its_compiled
     assert (kernel.cost.name, kernel.cost.bytes_read) == ("add", 2 * 64 * FP32)  # and no copy
 
 
+@pytest.mark.parametrize("places", [[0, 2, 1], (slice(None), [0, 2, 1])], ids=["rows", "columns"])
+def test_places_in_a_list_are_written_into_the_kernel_that_takes_from_them(places: Any):
+    kernel = the_kernel(lambda x: x[places] * 2, on_meta(64, 64))
+    assert kernel.cost.bytes_written == 3 * 64 * FP32
+    assert kernel.cost.bytes_read == 3 * 64 * FP32
+
+
+def test_a_step_that_takes_columns_by_a_list_is_compiled_forward_and_backward():
+    torch._dynamo.reset()
+    with flopmeter.FlopMeter("h100-sxm5-80gb") as meter:
+        torch.compile(lambda x: x[:, [0, 2, 1]].square().sum())(on_meta(64, 64).requires_grad_()).backward()
+    report = meter.report()
+    assert [graph.part for graph in report.graphs] == ["forward", "backward"]
+    assert not any("not compiled" in note for note in report.notes)
+
+
 class Inner(nn.Module):
     """Compiles a method of its own."""
 

@@ -631,7 +631,7 @@ def test_a_known_bool_mask_over_features_is_reported_as_the_gather_that_it_is():
         features[mask] = torch.ones(2, 4, device="meta")
         assert value(mode.known.ran[1][1][0]) == [0, 2]
         features + 1
-        assert (mode.known.ran, mode.known.hidden) == (None, [])
+        assert (mode.known.ran, mode.known.before) == (None, [])
 
 
 def test_gradients_flow_through_a_known_mask():

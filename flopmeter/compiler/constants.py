@@ -1,4 +1,5 @@
-"""Tensors that a traced program makes of numbers, `torch.tensor([1, 2], device=...)`: constants of its graph.
+"""Tensors that a traced program makes of numbers, `torch.tensor([1, 2], device=...)` and `x[[1, 2]]`: constants of its
+graph.
 
 Inductor writes small constants into its kernels, so their numbers matter; on meta they would be lost. So they are made
 on the CPU and moved to the device. When the graph is lowered, the move is removed, and the constant poses as a tensor
@@ -7,10 +8,13 @@ of the device.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import Proxy
 
 from flopmeter.compiler.posing import CUDA, META
 from flopmeter.torch_names.around import around
@@ -18,6 +22,7 @@ from flopmeter.torch_names.operators import Overloads, Packets
 from flopmeter.torch_names.operators import aten_overloads as aten
 
 _LIFTS = (aten.lift_fresh_copy.default, aten.clone.default)  # between a constant and what uses it
+_SUBSCRIPTS = (operator.getitem, operator.setitem)
 _MOVE = Overloads(Packets("prims")).device_put.default
 
 
@@ -27,7 +32,23 @@ def around_create_proxy(
 ) -> Any:
     """The function that puts a call into Dynamo's graph."""
     moved = _MOVED.get(target) if kind == "call_function" and kwargs.get("device") == META else None
+    if kind == "call_function" and target in _SUBSCRIPTS and _is_on_meta(args[0]):
+        put = functools.partial(plain, tracer, "call_function", _MOVED[torch.tensor], kwargs={"device": META})
+        args = (args[0], _with_places(args[1], put), *args[2:])
     return plain(tracer, kind, moved or target, args, kwargs, *rest, **more)
+
+
+def _is_on_meta(traced: Any) -> bool:
+    example = traced.node.meta.get("example_value") if isinstance(traced, Proxy) else None
+    return isinstance(example, torch.Tensor) and example.device == META
+
+
+def _with_places(index: Any, put: Callable[..., Any]) -> Any:
+    """The index with a tensor in place of each list of numbers, of which torch would make one on meta itself."""
+    if isinstance(index, tuple):
+        return tuple(_with_places(each, put) for each in index)
+    is_list = isinstance(index, list) and bool(index) and all(type(number) is int for number in index)
+    return put(args=(index,)) if is_list else index
 
 
 @around

@@ -82,7 +82,7 @@ class KnownValues(Knowledge):
         (`untyped_storage()._cdata`) for a caller who has them, `kernel` what runs on meta in place of `func`.
         DataDependentError where a value is needed and not known.
         """
-        self.ran, self.hidden, self.groups = None, [], None
+        self.ran, self.before, self.groups = None, [], None
         rule = self._rules.get(func) or self._look_up(func)
         if not rule.always:
             if addresses is None:

@@ -3,7 +3,7 @@
 Works around: torch builds constants on meta, and reads tensors for numpy and f-strings, without an op.
 Until: each of these ways is an op that a dispatch mode sees.
 
-`torch.tensor` and its kin build meta tensors without an op; `.numpy()` and f-strings read without one; before 2.15 torch
+`torch.tensor` and its kin build meta tensors without an op; `.numpy()` and f-strings read without one; up to 2.14 torch
 makes of the number in `x[...] = 0` a tensor of the host if x is on CUDA, but one on meta if x is there
 (THPVariable_setitem in torch/csrc/autograd/python_variable_indexing.cpp). They are patched, because a TorchFunctionMode
 would turn off torch's fast paths. (`Tensor.__getitem__` must not be: that makes every tensor a sequence to CPython, for

@@ -70,7 +70,7 @@ def _on_device(known: Knowledge, item: Tensor | None) -> Sequence[Tensor | None]
         if not item.is_meta:
             return [_copied(known, column) for column in found.unbind(1)]
         places = known.lift(found.t().contiguous()).t()  # one dimension after the other, as Nonzero.cu writes them
-        known.hidden.append((aten.nonzero.default, (item,), {}, places))
+        known.before.append((aten.nonzero.default, (item,), {}, places))
         return places.unbind(1)
 
 
@@ -89,7 +89,7 @@ def _written_out(known: Knowledge, repeated: Tensor) -> Tensor:
     copy = torch.empty(repeated.shape, dtype=repeated.dtype, device="meta")
     if known.values.knows(repeated):
         known.set(copy, known.values.read(repeated).contiguous())
-    known.hidden.append((aten.clone.default, (repeated,), {"memory_format": torch.contiguous_format}, copy))
+    known.before.append((aten.clone.default, (repeated,), {"memory_format": torch.contiguous_format}, copy))
     return copy
 
 
@@ -97,7 +97,7 @@ def _copied(known: Knowledge, item: Tensor) -> Tensor:
     """A tensor of the host as a copy on the device, for which the host waits."""
     with no_modes():
         copy = known.lift(item.contiguous())
-    known.hidden.append((aten._to_copy.default, (item,), {"device": copy.device}, copy))
+    known.before.append((aten._to_copy.default, (item,), {"device": copy.device}, copy))
     return copy
 
 
@@ -186,4 +186,4 @@ def _read_index_lists(known: Knowledge, call: Invocation) -> None:
                 host = torch.tensor(numbers, dtype=item.dtype, device="cpu")
                 known.set(item, host)
             known.on_numbers(host)
-            known.hidden.append((aten._to_copy.default, (host,), {"device": item.device}, item))
+            known.before.append((aten._to_copy.default, (host,), {"device": item.device}, item))

@@ -77,8 +77,8 @@ class Knowledge:
         self.on_numbers: Callable[[Tensor], object] = lambda tensor: None  # and for those of the host made of numbers
         # The call that the last `run` made instead of the given one, as (func, args, kwargs); None if it made that one.
         self.ran: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
-        # Those that CUDA runs before it and no mode sees, with their results.
-        self.hidden: list[tuple[Any, tuple[Any, ...], dict[str, Any], Tensor]] = []
+        # Those that CUDA, but not meta, runs before it, with their results.
+        self.before: list[tuple[Any, tuple[Any, ...], dict[str, Any], Tensor]] = []
         self.as_compared: WeakIdKeyDictionary = WeakIdKeyDictionary()  # unknown conditions, and what stand-ins answer
         # Storages of the host that are full of stand-ins, and what to call if they come back without being read.
         self.sent_unknown: WeakIdKeyDictionary = WeakIdKeyDictionary()

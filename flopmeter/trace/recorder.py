@@ -194,17 +194,17 @@ class Recorder(TorchDispatchMode):
         self._storages.note_new(tensor)
 
     def _note_sent(self, tensor: Tensor) -> None:
-        """torch.tensor(...) made the tensor: on CUDA, of one on the host, by a copy that no mode sees
+        """torch.tensor(...) made the tensor: on meta without an op, on CUDA by a copy of one on the host
         (internal_new_from_data in torch/csrc/utils/tensor_new.cpp)."""
         self.note_new(tensor)
         if self.is_on():
             with no_modes():
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             self._storages.note_numbers(host)
-            self._record_hidden(aten._to_copy.default, (host,), {"device": tensor.device}, tensor)
+            self._record_of_cuda(aten._to_copy.default, (host,), {"device": tensor.device}, tensor)
 
-    def _record_hidden(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], made: Tensor) -> None:
-        """Record a call that CUDA makes where no mode sees it."""
+    def _record_of_cuda(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], made: Tensor) -> None:
+        """Record a call that only CUDA makes."""
         self.note_new(made)
         self._record(self._arrivals.meet(func, args, kwargs, self._handlings[func]), made)
 
@@ -340,8 +340,8 @@ class Recorder(TorchDispatchMode):
         except RuntimeError as error:
             self._explain(error, arrival)
             raise
-        for hidden in self.values.hidden:
-            self._record_hidden(*hidden)
+        for call in self.values.before:
+            self._record_of_cuda(*call)
         if self.values.ran is not None:
             func, args, kwargs = self.values.ran
             arrival = self._arrivals.meet(func, args, kwargs, self._handlings[func])

@@ -1,4 +1,4 @@
-"""What CUDA runs around an index before the index's own kernel, which no dispatch mode sees."""
+"""What CUDA runs, but meta does not, where a program subscripts tensors or makes them of numbers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -201,7 +201,7 @@ def test_a_script_may_put_numbers_of_any_type():
 
 
 def test_a_tensor_made_of_numbers_is_sent_to_the_device_and_waited_for():
-    """internal_new_from_data in torch's tensor_new.cpp makes it on the host, and copies it where no mode sees that."""
+    """internal_new_from_data in torch's tensor_new.cpp makes it on the host, and then calls `.to(device)`."""
 
     def program(x: Tensor) -> None:
         torch.tensor([[1.0, 2.0]], device="meta")
