@@ -237,3 +237,19 @@ def test_a_list_of_places_is_sent_to_the_device_and_waited_for():
     assert [name for name in ran if "slice" not in name] == ["aten._to_copy.default", "aten.index.Tensor"] * 2
     assert [kernel.cost.link_bytes for kernel in meter.report().kernels if kernel.cost.link_bytes] == [24, 16]
     assert meter.report().ran.inputs == ()
+
+
+def test_a_tensor_of_the_host_may_be_filled_in_at_places_or_under_a_mask():
+    """Its number is read on the host, where nobody waits for it (index_fill_ and masked_fill_ take it by `.item()`)."""
+
+    def program(x: Tensor) -> None:
+        value = torch.tensor(2.0)
+        x.index_fill_(0, torch.arange(3, device="meta"), value)
+        x.index_fill(1, torch.arange(3, device="meta"), value)
+        x.masked_fill_(x > 0, value)
+
+    ran, meter = recorded(program)
+    assert [name for name in ran if "fill" in name] == [
+        "aten.index_fill_.int_Scalar", "aten.index_fill.int_Scalar", "aten.masked_fill_.Scalar"
+    ]  # fmt: skip
+    assert not any(kernel.cost.link_bytes for kernel in meter.report().kernels)

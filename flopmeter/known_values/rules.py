@@ -202,12 +202,11 @@ def _may_be_mask(result: torch.Tensor, model: torch.Tensor) -> bool:
     return result.dtype.is_floating_point and is_asked_for and not isinstance(model, torch.nn.Parameter)
 
 
-def masked_fill(known: Knowledge, call: Invocation) -> Any:
+def fill(known: Knowledge, call: Invocation) -> Any:
     """A GPU accepts a 0-dim value on the CPU, the meta kernel refuses it: pass it as a number."""
-    target, mask, value = call.args
+    target, *where, value = call.args
     if target.is_meta and not value.is_meta:
-        scalar = aten.masked_fill.Scalar if call.func is aten.masked_fill.Tensor else aten.masked_fill_.Scalar
-        call = known.rewritten(call, scalar, (target, mask, value.item()))
+        call = known.rewritten(call, BY_NUMBER[call.func], (target, *where, value.item()))
     return known.replay(call)
 
 
@@ -223,6 +222,12 @@ def histogram(known: Knowledge, call: Invocation) -> Any:
 
 
 _BY_NAME: dict[str, Handler] = {"torchvision::nms": suppressed}  # the op is there once a program has imported it
+BY_NUMBER = {
+    aten.masked_fill.Tensor: aten.masked_fill.Scalar,
+    aten.masked_fill_.Tensor: aten.masked_fill_.Scalar,
+    aten.index_fill.int_Tensor: aten.index_fill.int_Scalar,
+    aten.index_fill_.int_Tensor: aten.index_fill_.int_Scalar,
+}
 _FILLS = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
 
 SPECIAL: dict[OpOverload, Handler] = {
@@ -231,8 +236,7 @@ SPECIAL: dict[OpOverload, Handler] = {
     aten._ctc_loss_backward.Tensor: shape,
     aten.is_nonzero.default: ask,
     aten._to_copy.default: to_copy,
-    aten.masked_fill.Tensor: masked_fill,
-    aten.masked_fill_.Tensor: masked_fill,
+    **dict.fromkeys(BY_NUMBER, fill),
     aten.histc.default: histogram,
     aten.resize_.default: forget_all,
     # A tensor that is given another storage has the values of that one, and neither storage is written to.
