@@ -253,3 +253,14 @@ def test_a_tensor_of_the_host_may_be_filled_in_at_places_or_under_a_mask():
         "aten.index_fill_.int_Scalar", "aten.index_fill.int_Scalar", "aten.masked_fill_.Scalar"
     ]  # fmt: skip
     assert not any(kernel.cost.link_bytes for kernel in meter.report().kernels)
+
+
+def test_the_gradient_of_a_masked_index_is_kept_as_it_is_and_not_copied():
+    """AccumulateGrad copies a gradient that something else still holds (torch/csrc/autograd/functions)."""
+
+    def program(x: Tensor) -> None:
+        x.requires_grad_()
+        x[(torch.arange(64) % 2 == 0).to("meta")].sum().backward()
+
+    ran, _ = recorded(program)
+    assert ran[-2:] == ["aten._index_put_impl_.default", "aten.detach.default"]

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from flopmeter.known_values import entry_points, stand_ins, twins
 from flopmeter.known_values.assumptions import Assumption, Assumptions, DataDependentError
 from flopmeter.known_values.recall import has_initializer, recall_buffers
-from flopmeter.known_values.replay import Invocation, Knowledge
+from flopmeter.known_values.replay import CallWithResult, Invocation, Knowledge, RewrittenCall
 from flopmeter.known_values.routing import Routing
 from flopmeter.known_values.rules import ValueRule, rule_of
 from flopmeter.known_values.twins import on_meta
@@ -90,6 +90,13 @@ class KnownValues(Knowledge):
             if self.values.cells.keys().isdisjoint(addresses):
                 return (kernel or func)(*args, **kwargs)
         return rule.handle(self, Invocation(func, args, kwargs, tensors, rule.writes, kernel))
+
+    def taken_calls(self) -> tuple[list[CallWithResult], RewrittenCall | None]:
+        """The calls that CUDA runs before the one that `run` was asked for, and the one that ran in its place. They are
+        given once: nothing here keeps their tensors alive."""
+        before, ran = self.before, self.ran
+        self.before, self.ran = [], None
+        return before, ran
 
     def stands_in_for(self, result: Any) -> bool:
         """Whether an op's result has integers that a program may read though they are unknown."""

@@ -61,6 +61,8 @@ class Invocation(NamedTuple):
         return [tensor for value in lists for tensor in value if isinstance(tensor, Tensor)]
 
 
+RewrittenCall = tuple[Any, tuple[Any, ...], dict[str, Any]]  # the function, its arguments, and those by name
+CallWithResult = tuple[Any, tuple[Any, ...], dict[str, Any], Tensor]
 Handler = Callable[["Knowledge", Invocation], Any]
 """Answers a call; see rules.py."""
 
@@ -75,10 +77,10 @@ class Knowledge:
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.on_new: Callable[[Tensor], object] = lambda tensor: None  # called for meta tensors made without an op
         self.on_numbers: Callable[[Tensor], object] = lambda tensor: None  # and for those of the host made of numbers
-        # The call that the last `run` made instead of the given one, as (func, args, kwargs); None if it made that one.
-        self.ran: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+        # The call that the last `run` made instead of the given one; None if it made that one.
+        self.ran: RewrittenCall | None = None
         # Those that CUDA, but not meta, runs before it, with their results.
-        self.before: list[tuple[Any, tuple[Any, ...], dict[str, Any], Tensor]] = []
+        self.before: list[CallWithResult] = []
         self.as_compared: WeakIdKeyDictionary = WeakIdKeyDictionary()  # unknown conditions, and what stand-ins answer
         # Storages of the host that are full of stand-ins, and what to call if they come back without being read.
         self.sent_unknown: WeakIdKeyDictionary = WeakIdKeyDictionary()

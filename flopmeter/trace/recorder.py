@@ -340,10 +340,11 @@ class Recorder(TorchDispatchMode):
         except RuntimeError as error:
             self._explain(error, arrival)
             raise
-        for call in self.values.before:
+        before, ran = self.values.taken_calls()
+        for call in before:
             self._record_of_cuda(*call)
-        if self.values.ran is not None:
-            func, args, kwargs = self.values.ran
+        if ran is not None:
+            func, args, kwargs = ran
             arrival = self._arrivals.meet(func, args, kwargs, self._handlings[func])
         if self.values.groups is not None:
             arrival.groups = self.values.groups
