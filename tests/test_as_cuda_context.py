@@ -52,6 +52,7 @@ GIVEN_KERNELS = """
     _fused_sgd_ _fused_sgd_.tensor_lr _fused_adagrad_ _fused_adagrad_.tensor_lr _fused_adam_.tensor_lr
     _fused_adamw_.tensor_lr _transformer_encoder_layer_fwd
     _scaled_mm.out _ctc_loss_backward _ctc_loss_backward.Tensor
+    multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward col2im
     _sample_dirichlet _dirichlet_grad _standard_gamma_grad binomial
     fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
     _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
@@ -65,6 +66,16 @@ def test_an_op_that_cuda_has_a_kernel_for_has_one_on_meta_tensors(h100: Emulatio
     if dispatcher.overload(name) is None:
         pytest.skip("this torch has no such op")
     assert private.has_kernel(f"aten::{name}", "Meta")
+
+
+def test_what_is_folded_has_no_gaps_and_refuses_columns_that_do_not_fit(h100: Emulation) -> None:
+    columns = torch.empty(2, 3 * 9, 64, device="meta")
+    folded = F.fold(columns, (8, 8), 3, padding=1)
+    assert (folded.shape, folded.is_contiguous()) == ((2, 3, 8, 8), True)
+    assert F.fold(columns[0], (8, 8), 3, padding=1).shape == (3, 8, 8)
+    for misfit in (columns[:, :, 1:], columns[:, 1:]):
+        with pytest.raises(RuntimeError, match=r"fold to \[8, 8\]"):
+            F.fold(misfit, (8, 8), 3, padding=1)
 
 
 def test_a_compiled_function_runs_eagerly_in_a_region_where_nothing_else_is_asked() -> None:

@@ -109,6 +109,7 @@ _FEATURES: dict[str, Callable[[Emulation], None]] = {
     private.INT8: fast_paths.install_int8_products,
     private.INT4: meta_kernels.install_int4,
     private.GROUPED: meta_kernels.install_grouped,
+    private.GRADIENTS: meta_kernels.install_folds,
     private.AUTOCAST: autocast.install,
     private.FOREACH: fast_paths.install_optimizers,
     private.CHECKPOINT: fast_paths.install_checkpoint,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -35,6 +36,20 @@ def install_grouped(scope: Emulation) -> None:
     """Until 2.13 torch's Meta kernel takes bf16 only, and pads rows only where torch was built for CUDA; the kernels of
     CUDA and the CPU take fp16 and fp32 too."""
     scope.meta_kernel("aten::_grouped_mm", grouped_mm)
+
+
+def install_folds(scope: Emulation) -> None:
+    """torch's Meta kernel gives a part of a padded tensor, CUDA's a tensor without gaps (cuda/Col2Im.cu), which becomes
+    a gradient as it is."""
+    scope.meta_kernel("aten::col2im", folded)
+
+
+def folded(columns: Tensor, size: Sequence[int], kernel: Sequence[int], *windows: Any) -> Tensor:
+    result = columns.new_empty((*columns.shape[:-2], columns.shape[-2] // prod(kernel), *size))
+    unfolded = torch.ops.aten.im2col.default(result, kernel, *windows)
+    if unfolded.shape != columns.shape:
+        raise RuntimeError(f"fold to {list(size)}: there are columns {list(columns.shape)}, not {list(unfolded.shape)}")
+    return result
 
 
 GROUPED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -167,6 +182,9 @@ KERNELS: dict[str, dict[str, DispatcherKernel]] = {
     private.SCALED: {"_scaled_mm.out": scaled_mm_out},
     private.CTC_LOSS: dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), like_second),
     private.JAGGED: {"_padded_dense_to_jagged_forward": padded_dense_to_jagged},
+    private.GRADIENTS: dict.fromkeys(
+        ("multi_margin_loss_backward", "multilabel_margin_loss_backward", "fractional_max_pool3d_backward"), like_second
+    ),
     private.SAMPLES: dict.fromkeys(
         # torch has _standard_gamma since 2.13
         ("_sample_dirichlet", "_dirichlet_grad", "_standard_gamma", "_standard_gamma_grad", "binomial"),
