@@ -1,0 +1,136 @@
+"""torch's own stream on the CPU, forward and backward, is that of a meter, but where CUDA has ops of its own.
+
+The inputs are those that torch's own tests give its operators. What Python's bindings and the formulas of autograd do
+is the same for both devices, so a difference is a fault of the emulation, or stands here with its reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from op_samples import inputs_of
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from flopmeter import FlopMeter
+
+NOTHING = {"lift_fresh", "detach", "alias"}  # ops that launch nothing
+# A formula adds to zeros of its own; under a dispatch mode torch copies them first (flopmeter/trace/gradients.py).
+IN_PLACE = {"scatter_": "scatter", "scatter_add_": "scatter_add", "index_add_": "index_add"}
+IN_PLACE |= {"_index_put_impl_": "index_put"}
+
+OWN_OPS_OF_CUDA = {
+    "allclose": "a composite there",
+    "masked_select": "an index with a mask there",
+    "combinations": "calls masked_select",
+    "index_put": "finds the places of a mask by nonzero",
+    "nn.functional.batch_norm": "cuDNN's",
+    "nn.functional.instance_norm": "calls batch_norm",
+    "nn.functional.rms_norm": "one kernel",
+    "nn.functional.dropout": "one kernel",
+    "nn.functional.multi_head_attention_forward": "calls dropout",
+    "nn.functional.scaled_dot_product_attention": "calls dropout",
+    "nn.functional.ctc_loss": "lengths that go to the host",
+    "quantile": "asks whether its places are from 0 to 1 only on the host (until torch 2.12)",
+    "nanquantile": "calls quantile",
+    "nn.functional.embedding_bag": "a mode of its own for the largest",
+}
+REFUSED = {
+    "histogram": "has no kernel for CUDA",
+    "histogramdd": "has no kernel for CUDA",
+    "sparse.mm": "reduce has no kernel for CUDA",
+    "sparse.sampled_addmm": "has no kernel for meta",
+    "geqrf": "has no kernel for meta",
+    "cov": "asks whether there are enough values, and then writes to what autograd keeps",
+    "tensor_split": "refuses places on the device",
+    "linalg.lstsq": "has one driver on CUDA",
+}
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func.overloadpacket).removeprefix("aten."))
+        return func(*args, **(kwargs or {}))
+
+
+def run(entry: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    outputs = [each for each in tree_leaves(entry.op(*inputs, **options)) if isinstance(each, Tensor)]
+    learns = [each for each in outputs if each.requires_grad]
+    if learns:
+        torch.autograd.backward(learns, [torch.ones_like(each) for each in learns])
+
+
+def anew(tree: Any, device: str) -> Any:
+    """The same tensors on that device, each once, without gradients."""
+    there: dict[int, Tensor] = {}
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return device if leaf == "cpu" else torch.device(device) if leaf == torch.device("cpu") else leaf
+        if id(leaf) not in there:
+            there[id(leaf)] = leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
+        return there[id(leaf)]
+
+    return tree_map(copy, tree)
+
+
+def counted(names: Iterator[str]) -> Counter[str]:
+    return Counter(IN_PLACE.get(name, name) for name in names if name not in NOTHING)
+
+
+def difference(entry: Any, sample: Any) -> str:
+    """What only one of the two runs; '' if nothing. A sample that torch refuses on the CPU is none."""
+    inputs, options = (sample.input, *sample.args), sample.kwargs
+    on_host = anew((inputs, options), "cpu")
+    try:
+        with Names() as host:
+            run(entry, *on_host)
+    except Exception:
+        return ""
+    with FlopMeter(unknown="stand-in", checks="hold", mask_fraction=0.5) as meter:
+        on_meta = anew((inputs, options), "meta")
+        before = len(meter.trace.ops)
+        try:
+            run(entry, *on_meta)
+        except (NotImplementedError, RuntimeError) as error:
+            return f"meter: {error}"
+    ours, theirs = (
+        counted(str(op.packet).removeprefix("aten.") for op in meter.trace.ops[before:]),
+        counted(iter(host.names)),
+    )
+    # torch.tensor(..., device=...) sends numbers to a device, but not to the host.
+    ours["_to_copy"] = min(ours["_to_copy"], theirs["_to_copy"])
+    return f"host: {dict(theirs - ours)}, meter: {dict(ours - theirs)}" if ours != theirs else ""
+
+
+def difference_of_any(entry: Any, count: int) -> str:
+    samples = inputs_of(entry, requires_grad=entry.supports_autograd)
+    return next(filter(None, (difference(entry, sample) for sample in itertools.islice(samples, count))), "")
+
+
+ENTRIES = [entry for entry in op_db if torch.float32 in entry.dtypes and entry.name not in REFUSED]
+
+
+def differing(count: int) -> dict[str, str]:
+    found = {entry.name: difference_of_any(entry, count) for entry in ENTRIES}
+    return {name: text for name, text in found.items() if text and name not in OWN_OPS_OF_CUDA}
+
+
+def test_each_operator_of_torch_runs_the_ops_that_it_runs_on_the_host() -> None:
+    assert differing(count=1) == {}
+
+
+@pytest.mark.slow
+def test_further_inputs_do_too() -> None:
+    assert differing(count=8) == {}
