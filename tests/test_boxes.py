@@ -49,7 +49,7 @@ def test_a_stated_share_of_the_boxes_is_kept(ops):
     with FlopMeter(mask_fraction=0.1) as meter:
         kept = ops.nms(boxes(1000), torch.empty(1000, device="meta"), 0.5)
         assert kept.tolist() == list(range(0, 1000, 10))
-    assert "mask_fraction=0.1 for torchvision.nms.default" in meter.report().assumptions[0]
+    assert "mask_fraction=0.1 (of the boxes is kept) for torchvision.nms.default" in meter.report().assumptions[0]
 
 
 def test_without_a_share_the_error_says_to_state_one(ops):

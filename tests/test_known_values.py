@@ -730,7 +730,7 @@ def test_a_share_of_an_unknown_mask_is_true(fraction: float, kept: int):
         assert (x > 0.1).nonzero().shape == (kept, 2)
         assert x.masked_select(x > 0.2).shape == (kept,)
     assert [use.count for use in mode.assumptions] == [1, 1, 1]
-    assert mode.assumptions[0].rule == f"mask_fraction={fraction:g}"
+    assert mode.assumptions[0].rule == f"mask_fraction={fraction:g} (of a mask holds)"
 
 
 def test_a_mask_that_is_written_into_another_picks_as_many_there():
@@ -1072,7 +1072,7 @@ def test_a_stated_share_of_unknown_numbers_are_different_ones(unique):
         found, places, counts = unique(codes, return_inverse=True, return_counts=True)
     assert (found.shape, found.dtype) == ((100,), torch.int32)
     assert (places.shape, counts.shape) == ((8, 125), (100,))
-    assert "mask_fraction=0.1 (of numbers, differ)" in meter.report().assumptions[0]
+    assert "mask_fraction=0.1 (of the numbers differ)" in meter.report().assumptions[0]
 
 
 def test_without_a_share_the_different_ones_of_unknown_numbers_are_an_error_that_says_so():

@@ -168,7 +168,7 @@ def test_of_unknown_numbers_a_stated_share_is_not_zero():
         assert sparse._nnz() == len(torch.empty(64, device="meta").nonzero()) == 64 // 4
         sparse.to_dense().sum().backward()
     assert dense.grad.shape == (8, 8)
-    assert any("of numbers, not zero" in line for line in meter.report().assumptions)
+    assert any("of the numbers is not zero" in line for line in meter.report().assumptions)
 
 
 def test_without_a_stated_share_unknown_numbers_are_not_made_sparse():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from flopmeter.known_values.assumptions import Assumptions
+from flopmeter.known_values.assumptions import CHECKS_HOLD, Assumptions
 from flopmeter.known_values.data_dependent import ask
 from flopmeter.known_values.replay import Handler, Invocation, Knowledge
 from flopmeter.known_values.stand_ins import compared
@@ -60,7 +60,7 @@ def is_finite(known: Knowledge, call: Invocation) -> Any:
     result = call.run()
     with no_modes():
         known.set_all(result, is_itself if call.func in _EQUALS else call.func in _DIFFERS and is_infinity)
-    known.assume.note('checks="hold"', call.func)
+    known.assume.note(CHECKS_HOLD, call.func)
     return result
 
 
@@ -73,7 +73,7 @@ def of_itself(known: Knowledge, call: Invocation) -> Any:
     result = call.run()
     with no_modes():
         known.set_all(result, 0)
-    known.values.tell_of_read(result, known.assume.noter('checks="hold"', call.func))
+    known.values.tell_of_read(result, known.assume.noter(CHECKS_HOLD, call.func))
     return result
 
 
@@ -81,7 +81,7 @@ def holds(known: Knowledge, call: Invocation) -> Any:
     """checks="hold": all(), equal() and allclose() of unknown values are True."""
     if known.knows_all(call.tensors):
         return ask(known, call) if torch.Tag.data_dependent_output in call.func.tags else known.replay(call)
-    known.assume.note('checks="hold"', call.func)
+    known.assume.note(CHECKS_HOLD, call.func)
     if torch.Tag.data_dependent_output in call.func.tags:
         return True
     result = call.run()
@@ -92,7 +92,7 @@ def holds(known: Knowledge, call: Invocation) -> Any:
 
 def gradients_finite(known: Knowledge, call: Invocation) -> Any:
     """checks="hold": GradScaler finds no inf in the gradients, so its flag does not change."""
-    known.assume.note('checks="hold"', call.func)
+    known.assume.note(CHECKS_HOLD, call.func)
     return call.run()
 
 

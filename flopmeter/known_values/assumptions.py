@@ -64,7 +64,11 @@ def _named(lines: Counter[str]) -> str:
     return ", ".join(named) + (f" and {more} more" if more else "")
 
 
-_MEANS = {BALANCED: " (what unknown scores pick takes turns)"}
+CHECKS_HOLD = 'checks="hold"'
+_MEANS = {
+    BALANCED: " (what unknown scores pick takes turns)",
+    CHECKS_HOLD: " (unknown values are finite, and what tests them holds)",
+}
 
 
 def guess_of_length(uses: Iterable[Assumption]) -> str:

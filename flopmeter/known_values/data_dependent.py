@@ -64,7 +64,7 @@ def suppressed(known: Knowledge, call: Invocation) -> Any:
         result = torch.empty(kept, dtype=torch.int64, device="meta")
         if known.is_small(result):
             known.set(result, torch.arange(kept, device="cpu") * n // max(kept, 1))
-    known.assume.note(f"mask_fraction={fraction:g}", call.func)
+    known.assume.note(f"mask_fraction={fraction:g} (of the boxes is kept)", call.func)
     return result
 
 
@@ -72,7 +72,7 @@ def _assume_different(known: Knowledge, call: Invocation, fraction: float | None
     """mask_fraction: this share of unknown numbers differ from each other, though stand-ins are all alike."""
     numbers = call.tensors[0]
     n = numbers.numel()
-    rule = "unknown numbers are alike" if fraction is None else f"mask_fraction={fraction:g} (of numbers, differ)"
+    rule = "unknown numbers are alike" if fraction is None else f"mask_fraction={fraction:g} (of the numbers differ)"
     with no_modes():
         turns = torch.arange(n, device="cpu") * max(round((fraction or 0) * n), 1) // max(n, 1)
         found, *places_and_counts = call.func(turns.view(numbers.shape), *call.args[1:])
@@ -85,7 +85,7 @@ def _assume_not_zero(known: Knowledge, call: Invocation, fraction: float) -> Any
     (numbers,) = call.tensors
     if numbers.numel() > MAX_COPIED_ELEMENTS:
         raise DataDependentError(str(call.func))
-    known.assume.note(f"mask_fraction={fraction:g} (of numbers, not zero)", call.func)
+    known.assume.note(f"mask_fraction={fraction:g} (of the numbers is not zero)", call.func)
     with no_modes():
         return known.lift(_spread(fraction, numbers.numel()).view(numbers.shape).nonzero())
 
@@ -116,7 +116,7 @@ def assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:
         return
     with no_modes():
         known.values.write(mask, _spread(fraction, n).view(mask.shape).to(mask.dtype))
-    known.assume.note(f"mask_fraction={fraction:g}", call.func)
+    known.assume.note(f"mask_fraction={fraction:g} (of a mask holds)", call.func)
 
 
 def _spread(fraction: float, n: int) -> Tensor:
