@@ -301,7 +301,9 @@ BY_CLASS: dict[type[BaseException], str] = {
         "by the model of the device's memory it does not fit; --oom=report goes on, and tells how much it needs and "
         "what would make it fit"
     ),
-    DataDependentError: "state what share of such a mask holds (--mask-fraction 0.5); leave --strict-values out, if given",
+    DataDependentError: (
+        "state what share of such a mask holds (--mask-fraction 0.5), and leave out --strict-values where it is given"
+    ),
     MixedDevicesError: "as on a GPU, all of them have to be on one device; the one named cuda is called meta above",
     WorldError: "what flopmeter cannot tell of ranks that do not run: {}",
     OtherDeviceError: "flopmeter run meters one GPU of a process; one process for each GPU is a torchrun (--gpus N)",
