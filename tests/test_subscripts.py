@@ -264,3 +264,25 @@ def test_the_gradient_of_a_masked_index_is_kept_as_it_is_and_not_copied():
 
     ran, _ = recorded(program)
     assert ran[-2:] == ["aten._index_put_impl_.default", "aten.detach.default"]
+
+
+def looking_for_places(find: Callable[[Tensor], Tensor]) -> FlopMeter:
+    """Four large products, each with a search for what a mask holds and thirty small kernels after it."""
+    with FlopMeter(hardware=H100, mask_fraction=0.5) as meter, torch.no_grad():
+        x, small = torch.rand(4096, 4096, device="meta"), torch.rand(64, device="meta")
+        for _ in range(4):
+            y = x @ x
+            places = find(y[0] > 0)
+            for _ in range(30):
+                small = small * 2.0
+            y[0].index_fill_(0, places.flatten(), 0.0)
+    return meter
+
+
+def test_the_advice_where_the_host_waits_for_a_mask_is_worth_what_the_mended_program_is():
+    report = looking_for_places(lambda mask: mask.nonzero()).report()
+    mended = looking_for_places(lambda mask: torch.nonzero_static(mask, size=2048)).report()
+    (advice,) = [each for each in report.advice if "how many places a mask holds" in each.why]
+    assert "4 times" in advice.why
+    assert advice.run_seconds_then == pytest.approx(mended.seconds, rel=0.03)
+    assert mended.seconds < 0.97 * report.seconds

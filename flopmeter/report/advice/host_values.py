@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from flopmeter.costs.host_work import runs_on
-from flopmeter.records import Kernel, Trace
+from flopmeter.records import Kernel, Op, Trace
 from flopmeter.report.advice.number_types import narrow_type
 from flopmeter.report.advice.remedies import Proposal, priced, remedy
 from flopmeter.report.advice.rewrite import with_ops
@@ -54,6 +54,29 @@ def _flags_of_scalers(trace: Trace) -> set[int]:
     check = aten._amp_foreach_non_finite_check_and_unscale_
     ops = (op for op in trace.ops if op.packet is check)
     return {op.storages[op.call.inputs[-2].storage] for op in ops}  # the last of its tensors is the scale
+
+
+@remedy
+def waits_for_places(report: Report, trace: Trace) -> Iterator[Proposal]:
+    """`x[mask]`, `nonzero` and `where`, whose results are as large as the mask has places. nonzero_static is given that
+    number, and is priced here."""
+    finds = [kernel for kernel in report.kernels if kernel.op.packet is aten.nonzero and kernel.cost.blocks_host]
+    waits = {id(kernel.op) for kernel in finds}
+    put_in = {index: _of_known_size(op) for index, op in enumerate(trace.ops) if id(op) in waits}
+    if put_in:
+        yield Proposal(
+            f"the host stops {counted(len(put_in), 'time')} until the device knows how many places a mask holds",
+            "torch.where or a product with the mask in place of x[mask], or torch.nonzero_static(mask, size=...)",
+            priced(report, with_ops(trace, (), put_in)),
+            what=f"all that the host sends after {counted(len(put_in), 'search', 'searches')} for what a mask holds",
+            where=modules_and_lines(finds),
+        )  # fmt: skip
+
+
+def _of_known_size(op: Op) -> Op:
+    (found,) = op.call.outputs
+    static = dataclasses.replace(op.call, func=aten.nonzero_static.default, kwargs={"size": found.shape[0]})
+    return op._replace(call=static)
 
 
 @remedy
