@@ -77,9 +77,12 @@ def _on_device(known: Knowledge, item: Tensor | None) -> Sequence[Tensor | None]
 def _alike(known: Knowledge, places: list[Tensor | None]) -> list[Tensor | None]:
     """Several indices as a kernel wants them: of one size and with the same strides, for which those that are repeated
     are written out. (One that sorts takes them as they are.)"""
+    given: Sequence[Tensor] = [place for place in places if place is not None]
+    if len(given) < 2:
+        return places
     with no_modes():
-        given = torch.broadcast_tensors(*(place for place in places if place is not None))
-        if len({each.stride() for each in given}) < 2:
+        given = torch.broadcast_tensors(*given)
+        if len({each.stride() for each in given}) == 1:
             return places
         alike = iter([each if each.is_contiguous() else _written_out(known, each) for each in given])
     return [place if place is None else next(alike) for place in places]

@@ -88,7 +88,7 @@ def _breaks_graph(call: Call) -> bool:
     """Whether the values decide what runs next. torch's tags do not tell an index by a mask from others, whose result
     has its shape from the indices, nor a repeat_interleave whose caller gives its length."""
     if call.func.overloadpacket is aten.index:
-        return call.groups is not None or any(spec.dtype in _MASKS for spec in call.inputs[1:])
+        return any(spec.dtype in _MASKS for spec in call.inputs[1:])
     if call.func.overloadpacket is aten.repeat_interleave and call.argument("output_size") is not None:
         return False
     return any(tag in call.func.tags for tag in _GRAPH_BREAKS)

@@ -18,7 +18,6 @@ from flopmeter.report.advice.remedies import Proposal, priced, remedy
 from flopmeter.report.advice.rewrite import PRODUCTS, outermost, widened, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import usable_bytes_if_known
-from flopmeter.torch_names.operators import aten
 from flopmeter.trace.copies_of_weights import shapes_of_weights
 from flopmeter.trace.handling import FRESH
 
@@ -26,7 +25,6 @@ MOST_TIMES = 64
 PER_DOUBLING = 1.1  # a doubling is worth it if it brings this many times as much per second
 FAULT = 3.0  # a batch is tiny if the kernels of a larger one do this many times the work per second
 PROPORTIONAL = 0.02  # how far FLOPs may be from growing with the batch
-_PICK = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index_put)  # their masks pick from each item alike
 # What rules, torch's formulas and a user's own rules raise for shapes that do not fit each other: a wrong size, a
 # missing dimension, a division by what became 0. Another error is a fault of a rule, and is seen.
 SHAPES_DO_NOT_FIT = (AssertionError, ArithmeticError, LookupError, RuntimeError, ValueError)
@@ -38,7 +36,7 @@ def larger_batch(report: Report, trace: Trace) -> Iterator[Proposal]:
     usable = usable_bytes_if_known(report.hardware)
     if usable is None or report.cluster is not None:
         return
-    if any(op.call.groups and op.packet not in _PICK for op in trace.ops):  # lengths of sequences and experts' groups
+    if any(op.call.groups for op in trace.ops):  # lengths of sequences and experts' groups
         return
     if not any(op.module for op in trace.ops):  # a solver on one matrix has no batch
         return
