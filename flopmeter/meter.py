@@ -130,6 +130,7 @@ class FlopMeter:
         self.shapes_only: ShapesOnly | None = None  # what is on meta without being on the GPU that meta stands for
         self.around_tracing: AroundTracing = nothing_around  # where the compiler traces the program
         self.on_compiled_call: OnCompiledCall | None = None
+        self.on_op: Callable[[], None] | None = None  # called when an op has been recorded
         # What is open while the program runs, and stays for reports.
         self._recorder: Recorder | None = None
         self._values: KnownValues | None = None
@@ -164,8 +165,8 @@ class FlopMeter:
             undo.enter_context(workaround(values))
         recorder = Recorder(
             source=self._source, overrides=emulation.overrides if emulation else None, values=values,
-            on_new_call=_check if self._strict else None, storage_listener=self.storage_listener,
-            shapes_only=self.shapes_only,
+            on_new_call=_check if self._strict else None, on_op=self.on_op,
+            storage_listener=self.storage_listener, shapes_only=self.shapes_only,
         )  # fmt: skip
         if emulation and by_rules:
             recorder.watch_regions(dynamo.compiled_region)

@@ -355,3 +355,33 @@ def test_the_advice_says_how_many_loops_it_is_about():
     step = heads_as_modules(is_mended=False)
     _, (advice,) = advised(step)
     assert advice.why == f"{HEADS} turns of each of 3 loops run one after the other, though none depends on another"
+
+
+def of_batches(model, batches):
+    """Gradients that add up."""
+    for batch in batches:
+        model(batch).square().mean().backward()
+
+
+def of_samples(model, batches):
+    """The gradients of each sample, one by one."""
+    for batch in batches:
+        torch.autograd.grad(model(batch).square().mean(), list(model.parameters()))
+
+
+def of_two_losses(model, batches):
+    """As those of a discriminator and a generator are, which differ."""
+    for batch in batches[:2]:
+        model(batch).square().mean().backward()
+    model(batches[2]).sigmoid().log().mean().backward()
+
+
+@pytest.mark.parametrize(("passes", "number"), [(of_batches, 6), (of_samples, 6), (of_two_losses, None)])
+def test_small_batches_of_one_step_are_told_with_their_number(passes, number):
+    with torch.device("meta"):
+        model, batches = residual(1024), torch.empty(6, 8, WIDTH)
+    with FlopMeter(H100) as meter:
+        passes(model, batches)
+    (why,) = (each.why for each in meter.report().advice if "times the batch" in each.remedy)
+    assert (f"each step has {number} backward passes" in why) == bool(number)
+    assert number or "backward passes" not in why

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import random
 import re
+import threading
 import time
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 import flopmeter
+from flopmeter.run import loading
 
 SAMPLE_SECONDS, BATCH = 0.01, 4
 
@@ -42,7 +47,9 @@ class Burning(Dataset):
 
 class Stream(IterableDataset):
     def __iter__(self):
-        return (torch.zeros(64) for _ in range(100))
+        for _ in range(1000):
+            burn(SAMPLE_SECONDS)
+            yield torch.zeros(64)
 
 
 def trained(loader, batches_a_step=1, layers=1):
@@ -100,9 +107,126 @@ def test_measuring_leaves_random_numbers_as_they_were():
     assert all(numpy.array_equal(now, before) for now, before in zip(numpy.random.get_state(), of_numpy, strict=True))
 
 
-def test_of_a_stream_and_of_data_that_went_with_the_program_nothing_is_said():
+def told_of(step):
+    return " ".join(text for text in (step.caution, *step.notes) if "loading" in text)
+
+
+def test_of_data_that_went_with_the_program_nothing_is_said():
     dataset = Burning()
     device = trained(DataLoader(dataset, batch_size=BATCH))
     dataset.seen = None  # as a file that is closed
-    for step in (device.report().step, trained(DataLoader(Stream(), batch_size=BATCH)).report().step):
-        assert "loading" not in step.caution + " ".join(step.notes)
+    assert not told_of(device.report().step)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_read_on(workers):
+    step = trained(DataLoader(Stream(), batch_size=BATCH, num_workers=workers)).report().step
+    assert seconds_in(step.caution) == pytest.approx(BATCH * SAMPLE_SECONDS, rel=0.2)
+
+
+class Opening(Burning):
+    """Opens its file when it is asked for the first sample."""
+
+    file = None
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = burn(10 * BATCH * SAMPLE_SECONDS) or "open"
+        return super().__getitem__(index)
+
+
+def test_what_a_worker_does_once_is_no_part_of_a_batch():
+    step = trained(DataLoader(Opening(), batch_size=BATCH, num_workers=1)).report().step
+    assert seconds_in(step.caution) == pytest.approx(BATCH * SAMPLE_SECONDS, rel=0.2)
+
+
+def test_data_that_would_wait_for_ever_do_not_hold_up_the_report(monkeypatch):
+    monkeypatch.setattr(loading, "PATIENCE_S", 0.5)
+    dataset = Burning()
+    device = trained(DataLoader(dataset, batch_size=BATCH))
+    dataset.seen = SimpleNamespace(append=lambda index: threading.Event().wait())  # as a queue that nothing fills
+    start = time.monotonic()
+    assert not told_of(device.report().step)
+    assert time.monotonic() - start < 10
+
+
+def test_workers_of_a_loader_end_with_it():
+    dataset = Burning()
+    with flopmeter.cuda("h100-sxm5-80gb"):
+        for _ in range(2):
+            next(iter(DataLoader(dataset, batch_size=BATCH, num_workers=1, persistent_workers=True)))
+            gc.collect()
+            assert not multiprocessing.active_children()
+
+
+def test_measuring_goes_on_where_the_programs_sampler_is():
+    begun = []
+
+    class Once(Sampler):
+        def __iter__(self):
+            begun.append(self)
+            return iter(range(1000))
+
+    device = trained(DataLoader(Burning(), batch_size=BATCH, sampler=Once()))
+    assert told_of(device.report().step)
+    assert len(begun) == 1
+
+
+def rollouts(on_the_device):
+    """Each step has a data set of its own, which is gone with it; three loaders read it."""
+    with flopmeter.cuda("h100-sxm5-80gb", steps=4) as device:
+        model = nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(4):
+            data = torch.randn(2 * BATCH, 64, device="cuda" if on_the_device else "cpu")
+            for _ in range(3):
+                for batch in DataLoader(data, batch_size=BATCH, collate_fn=slowly):
+                    model(batch.cuda()).sum().backward()
+            optimizer.step()
+    return device.report().step
+
+
+def slowly(samples):
+    burn(BATCH * SAMPLE_SECONDS)
+    return torch.stack(samples)
+
+
+def test_loaders_of_one_data_set_are_told_as_one():
+    caution = rollouts(on_the_device=False).caution
+    assert caution.count("loading 6 batches takes") == 1
+    assert seconds_in(caution) == pytest.approx(6 * BATCH * SAMPLE_SECONDS, rel=0.2)
+
+
+def test_data_on_the_device_are_not_loaded_nor_kept():
+    step = rollouts(on_the_device=True)
+    assert not told_of(step)
+    assert "leaves" not in step.caution
+
+
+def test_several_data_sets_of_a_step_are_told_by_their_names():
+    class Other(Burning):
+        pass
+
+    def both():
+        loaders = (DataLoader(data, batch_size=BATCH) for data in (Burning(), Other()))
+        yield from (one + other for one, other in zip(*loaders, strict=True))
+
+    caution = trained(both()).report().step.caution
+    assert "loading a batch of Burning takes" in caution
+    assert "loading a batch of Other takes" in caution
+
+
+class Adding(Burning):
+    """All that it computes are small ops, for which the prediction has as much or more."""
+
+    def __getitem__(self, index):
+        x = torch.zeros(64)
+        for _ in range(200):
+            x = x + 1
+        return x
+
+
+def test_what_the_prediction_has_of_a_batch_is_not_told_as_left_out():
+    step = trained(DataLoader(Adding(), batch_size=BATCH)).report().step
+    assert step.host_seconds > 200 * BATCH * 3.2e-6  # docs/host.md: what an op that launches nothing costs
+    assert not told_of(step)

@@ -58,6 +58,7 @@ def test_names_that_only_instances_have_are_there():
         "autocast": torch.autocast("cpu", enabled=False),
         "CustomOpDef": op,
         "BaseProcess": torch.multiprocessing.Process(),
+        "_BaseDataLoaderIter": iter(torch.utils.data.DataLoader([torch.ones(2)])),
         "NestedTensor": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
     }
     made["OpOverload"] = torch.ops.aten.mm.default

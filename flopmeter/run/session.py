@@ -105,7 +105,9 @@ class ScriptSession:
         self.steps = Steps(self, wishes.marker, wishes.steps, _say)
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
-        self._loaders, self._host_work = DataLoaders(self.now), HostWork(self.now)
+        op_seconds = self.hardware.host.relative_time * self.hardware.host.view_seconds
+        self._loaders = DataLoaders(self.now, self.is_on_device, op_seconds)
+        self._host_work = HostWork(self.now)
         self._is_open = False
         self._replays = 0
         self._pools: defaultdict[object, GraphPool] = defaultdict(lambda: GraphPool(self.meter.trace))
@@ -184,10 +186,10 @@ class ScriptSession:
             self.meter.around_tracing = tracing = Tracing(self.named, undoing)
             undo.enter_context(applied([*tracing.tables(answers), tracing.pinning(), *self._preparing()]))
             self.meter.on_compiled_call = self.steps.on_compiled_call
+            self.meter.on_op = self._host_work.on_op
             undo.enter_context(self.meter)
             self._watch_program(undo, undoing, answers)
-            if self.wishes.gpus == 1:
-                undo.enter_context(self._host_work.watched())
+            undo.enter_context(self._host_work.watched())
             self._is_open = True
             try:
                 yield self
@@ -317,7 +319,7 @@ class ScriptSession:
         it would not."""
         if self._is_open:  # a batch can be loaded once the program has ended
             return [], []
-        loads = list(self._loaders.of(ops))
+        loads = self._loaders.of(ops)
         own = self._host_work.of([step for _, step in parts.later], step_seconds)
         holding_up = [each.told(step_seconds) for each in loads if each.holds_up(step_seconds)]
         hidden = [each.told(step_seconds) for each in loads if not each.holds_up(step_seconds)]

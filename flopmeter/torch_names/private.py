@@ -298,6 +298,13 @@ at_ends = needed("torch._tensor_str", "get_summarized_data", "which numbers of a
 PRINT_OPTIONS = needed("torch._tensor_str", "PRINT_OPTS", "which tensors are large to print")
 needed("torch.utils.data", f"DataLoader.{BATCHES}", "which processes make batches")
 BATCHES_OF_LOADER = needed("torch.utils.data.dataloader", "_BaseDataLoaderIter", "when a program takes a batch")
+_DATA = "torch.utils.data.dataloader"
+listed(
+    METERING, _DATA, "_BaseDataLoaderIter._sampler_iter", "which samples a program would take next", on_instances=True
+)
+listed(METERING, _DATA, "_BaseDataLoaderIter._dataset_fetcher", "the stream that it reads on", on_instances=True)
+KIND_OF_DATA = needed(_DATA, "_DatasetKind", "how a loader reads its data set")
+needed(_DATA, "_DatasetKind.create_fetcher", "how a loader makes a batch")
 PIN_BATCHES = "torch.utils.data._utils.pin_memory"
 pin_batch = needed(PIN_BATCHES, "pin_memory", "what the threads of data loaders do with batches")
 torch_device = importlib.import_module("torch.utils._device")

@@ -80,11 +80,12 @@ class Recorder(TorchDispatchMode):
         overrides: Mapping[OpOverload, Callable[..., Any]] | None = None,
         values: KnownValues | None = None,
         on_new_call: Callable[[Call], None] | None = None,
+        on_op: Callable[[], None] | None = None,
         storage_listener: StorageListener | None = None,
         shapes_only: ShapesOnly | None = None,
     ):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._on_new_call = on_new_call
+        self._on_new_call, self._on_op = on_new_call, on_op
         self.trace = Trace(switches=switches_now())
         self._shapes_only = shapes_only or ShapesOnly()
         listener = storage_listener or StorageListener()
@@ -388,6 +389,8 @@ class Recorder(TorchDispatchMode):
         if streams.current() != DEFAULT_STREAM:
             trace.stream_use.streams[len(trace.ops)] = streams.current()
         trace.ops.append(op)
+        if self._on_op is not None:
+            self._on_op()
 
     def _op(self, arrival: Arrival, result: Any) -> Op:
         trace, numbers = self.trace, arrival.numbers

@@ -10,6 +10,7 @@ nothing is proposed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 
 import torch
 
@@ -50,9 +51,19 @@ def larger_batch(report: Report, trace: Trace) -> Iterator[Proposal]:
     if times == 1:
         return
     why = "the work of one batch is too small for the device"
+    if (passes := _passes_alike(trace)) > 1:
+        why += f"; each step has {passes} backward passes, and with larger batches fewer"
     remedy = f"{times} times the batch (times are of what is now one batch)"
     is_fault = report.kernel_seconds > FAULT * then.kernel_seconds / times
     yield Proposal(why, remedy, then, times=times, is_fault=is_fault)
+
+
+def _passes_alike(trace: Trace) -> int:
+    """How many backward passes of the same ops the step has: of batches whose gradients add up, or of samples whose
+    gradients are taken one by one. (The first one adds to nothing.)"""
+    phases = groupby(trace.ops, lambda op: op.phase)
+    passes = [[(op.packet, op.module) for op in ops] for phase, ops in phases if phase == "backward"]
+    return len(passes) if len(passes) > 2 and all(each == passes[-1] for each in passes[1:]) else 1
 
 
 def _is_parted_when_larger(op: Op, grows: set[int]) -> bool:
