@@ -192,12 +192,18 @@ class Recorder(TorchDispatchMode):
         """The tensor's storage is new, though no op has written it."""
         self._storages.note_new(tensor)
 
-    def with_implementation(self, call: Call) -> Call:
-        """The call with what its op runs, where that is a custom op in Python."""
+    def with_implementation(self, call: Call, tensors: Sequence[Tensor] = ()) -> Call:
+        """The call with what its op runs, where that is a custom op in Python. `tensors` are those of the call's
+        inputs: it runs with what is known of their values, as of all else in the program."""
         key = python_key(call.func)
         if key is None:
             return call
-        return dataclasses.replace(call, body=body_of(call, key, Recorder(overrides=self._overrides)))
+        try:
+            body = body_of(call, key, Recorder(overrides=self._overrides, values=self.values), tensors)
+        finally:
+            if self.values is not None:
+                self.values.on_new = self._storages.note_new
+        return dataclasses.replace(call, body=body)
 
     def _enter_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -398,7 +404,8 @@ class Recorder(TorchDispatchMode):
             return numbers[self.number_of(tensor)]
 
         call = self.with_implementation(
-            build_call(func, arrival.plain_args, arrival.plain_kwargs, result, number, arrival.groups, arrival.body)
+            build_call(func, arrival.plain_args, arrival.plain_kwargs, result, number, arrival.groups, arrival.body),
+            tensors,
         )
         mixed_devices.check(call, tensors, self.modules.outermost)
         self.trace.devices.update(mixed_devices.touched(self.trace.devices, call))
