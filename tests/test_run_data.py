@@ -638,6 +638,18 @@ for epoch in range(checkpoint["epoch"], 3):
 """
 
 
+def test_an_empty_file_stands_for_weights_where_a_script_looks_for_the_file_by_itself(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    looks = "assert __import__('pathlib').Path('nowhere/last.ckpt').is_file()\n"
+    (tmp_path / "train.py").write_text(looks + GOES_ON_FROM_A_CHECKPOINT)
+    assert main(["run", "--without-weights", "train.py"]) == 1
+    assert "an empty file of that name may do" in capsys.readouterr().err.splitlines()[-1]
+    (tmp_path / "nowhere").mkdir()
+    (tmp_path / "nowhere" / "last.ckpt").touch()
+    assert main(["run", "--without-weights", "train.py"]) == 0
+    assert "nowhere/last.ckpt is empty: its model keeps the weights that it was made" in capsys.readouterr().err
+
+
 def test_a_checkpoint_that_is_not_here_is_one_line_or_leaves_the_model_as_it_was_made(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(GOES_ON_FROM_A_CHECKPOINT)

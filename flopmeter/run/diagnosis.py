@@ -249,7 +249,10 @@ def _about_what_is_missing(error: BaseException) -> str | None:
         return f"{what} is not here; if it is weights, --without-weights leaves the model as it was made"
     otherwise = ", or --synthetic for data sets"
     if asserts:
-        otherwise = " (it looks by itself: beside --synthetic, which makes up data sets, a file of that name may do)"
+        otherwise = (
+            " (it looks by itself: an empty file of that name may do, beside --synthetic for data sets and "
+            "--without-weights for weights)"
+        )
     return f"{what} is not here; the script needs its data and weights{otherwise}"
 
 
