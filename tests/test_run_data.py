@@ -638,6 +638,15 @@ def test_weights_that_cannot_be_downloaded_leave_those_that_the_model_was_made_w
     assert "keeps the weights that it was made with" in note
 
 
+def test_a_font_that_cannot_be_downloaded_is_not_said_to_be_weights(tmp_path):
+    """As YOLO asks for the font of its figures."""
+    with flopmeter.cuda(A100) as device:
+        torch.hub.download_url_to_file("file:///nowhere/Arial.ttf", str(tmp_path / "Arial.ttf"))
+        nn.Linear(8, 4, device="cuda")(torch.zeros(2, 8, device="cuda"))
+    (note,) = (note for note in device.report().step.notes if "Arial.ttf" in note)
+    assert note.endswith(": the program goes on without it")
+
+
 GOES_ON_FROM_A_CHECKPOINT = """
 import torch
 

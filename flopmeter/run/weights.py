@@ -8,6 +8,7 @@ Until: torch has a device named cuda without memory.
 from __future__ import annotations
 
 import importlib.util
+import mimetypes
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -145,13 +146,17 @@ class WeightFiles:
 
     @around
     def _download(self, original: Callable[..., Any], url: str, dst: str, *args: Any, **kwargs: Any) -> Any:
-        """torch.hub's download. Where it cannot be reached, a model keeps the weights that it was made with."""
+        """torch.hub's download. Where it cannot be reached, a model keeps the weights that it was made with, and other
+        things are missing, as the fonts of YOLO's figures."""
         try:
             return original(url, dst, *args, **kwargs)
         except OSError as error:
             if not self._named.is_open:
                 raise
-            self._is_absent(dst, url, _not_reached(error))
+            if _is_no_weights(url):
+                self._note(f"{url} {_not_reached(error)}: the program goes on without it")
+            else:
+                self._is_absent(dst, url, _not_reached(error))
 
     @around
     def _from_hub(self, original: Callable[..., str], repo_id: str, filename: str, *args: Any, **kwargs: Any) -> str:
@@ -205,6 +210,11 @@ class WeightFiles:
         if any(isinstance(leaf, Tensor) and self._named.holds(leaf) for leaf in leaves):
             return True
         return any(self._has_no_data(leaf) for leaf in leaves if isinstance(leaf, nn.Module))
+
+
+def _is_no_weights(url: str) -> bool:
+    kind, _ = mimetypes.guess_type(url)
+    return kind is not None and kind.partition("/")[0] in ("font", "image", "text")
 
 
 def _is_empty(file: Any) -> bool:
