@@ -1502,3 +1502,12 @@ def test_a_loss_that_is_copied_to_the_host_is_advised_as_one_that_is_read(read):
     once = "keep the values on the device, or read them once in many steps"
     assert (once, "all that the host sends after 1 read of a value") in told
     assert not any("make it smaller" in remedy for remedy, _ in told)
+
+
+def test_an_op_of_several_kernels_that_read_from_the_cache_is_told_by_their_number():
+    """The neighbours of 32 x 1,024 points: each of four digits is counted by three kernels, one gathers, one sorts."""
+    distances = torch.empty(32, 1024, 1024, device="meta")
+    with FlopMeter("rtx-4090") as meter:
+        distances.topk(20, dim=-1)
+    (spot,) = meter.report().hot_spots
+    assert spot.why.startswith("a call is 14 kernels one after another")

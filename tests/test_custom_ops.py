@@ -42,6 +42,16 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("flopmeter_python::head_of_kept", mutates_args=())
+def head_of_kept(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return (x[(labels >= 0).nonzero().squeeze(-1)] @ weight).sum()
+
+
+@head_of_kept.register_fake
+def _(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return x.new_empty(())
+
+
 @torch.library.custom_op("flopmeter_python::attend", mutates_args=())
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -113,6 +123,27 @@ def test_an_implementation_that_needs_values_is_uncounted_and_the_report_says_wh
     report = metered(lambda: by_value(meta(ROWS)))
     assert [row.name for row in report.uncounted] == ["flopmeter_python::by_value"]
     assert any(line.startswith("uncounted: flopmeter_python::by_value, whose Python") for line in report.notes)
+
+
+def test_an_implementation_knows_the_labels_that_the_program_brought_from_the_host():
+    """As a fused loss of a language model, which leaves out the tokens whose label is -100."""
+    kept = 24
+    with FlopMeter("h100-sxm5-80gb", strict=True) as meter:
+        labels = torch.full((ROWS,), -100)
+        labels[:kept] = 1
+        head_of_kept(meta(ROWS, INSIDE), meta(INSIDE, WIDTH), labels.to("meta"))
+        after = torch.ones(ROWS, device="meta").nonzero()
+    assert meter.report().macs == kept * INSIDE * WIDTH
+    assert after.shape == (ROWS, 1)  # what the program itself knows is as before
+
+
+def test_an_implementation_that_asks_for_what_is_not_known_runs_by_the_share_that_is_stated():
+    labels = torch.empty(ROWS, device="meta", dtype=torch.int64)
+    report = metered(
+        lambda: head_of_kept(meta(ROWS, INSIDE), meta(INSIDE, WIDTH), labels), strict=True, mask_fraction=0.25
+    )
+    assert report.macs == ROWS // 4 * INSIDE * WIDTH
+    assert any("mask_fraction=0.25" in each for each in report.assumptions)
 
 
 def test_attention_inside_takes_the_backend_of_the_device():

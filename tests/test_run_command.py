@@ -138,7 +138,7 @@ def test_a_module_of_an_installed_package_is_found_beside_a_clone_of_its_reposit
         ("import sys; sys.exit(2)", 2, "--synthetic went to the script: options of flopmeter run come before its name"),
         ("open('data/train.bin')", 1, "data/train.bin is not here; the script needs its data"),
         ("assert __import__('os').path.exists('train.txt')", 1, "is not here; the script needs its data and weights"),
-        ("assert __import__('os').path.isdir('data')", 1, "a file of that name may do"),
+        ("assert __import__('os').path.isdir('data')", 1, "an empty file of that name may do"),
         ("import os; os.environ['LOCAL_RANK']", 1, "-- torchrun --nproc-per-node 1 "),
         ("assert 1 == 2", 1, "AssertionError, which is not flopmeter's"),
         ("raise RuntimeError('Dataset not found.')", 1, "or --synthetic for data sets"),
@@ -306,7 +306,7 @@ def test_what_a_shim_does_not_have_is_not_told_as_something_to_install(script, c
 
 
 def test_what_a_shim_leaves_out_and_the_device_does_not_do_are_told_apart(script, capsys):
-    shimmed = "from flash_attn.flash_attn_interface import _flash_attn_backward\n_flash_attn_backward(1)"
+    shimmed = "from flash_attn.flash_attn_interface import _get_block_size_n\n_get_block_size_n(1)"
     assert main(["run", "--shim", "flash_attn", script(shimmed)]) == 1
     assert "flopmeter's shim does not do this" in capsys.readouterr().err.splitlines()[-1]
 

@@ -112,6 +112,22 @@ def test_a_data_set_that_cannot_be_made_gives_samples_of_the_stated_shape(tmp_pa
     assert "flopmeter" not in str(Dataset.__init_subclass__)
 
 
+@pytest.mark.parametrize("take", ["np.concatenate([np.load(each) for each in files])", "np.load(sorted(files)[0])"])
+def test_a_data_set_that_joins_or_takes_the_files_that_it_found_cannot_be_made_of_none(
+    take, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    made = f"import glob, numpy as np; files = glob.glob('nowhere/*.npy'); self.images = {take}"
+    (tmp_path / "train.py").write_text(
+        READS_FILES.replace('self.files = open(folder + "/list.txt").read().split()', made)
+    )
+    assert main(["run", "train.py"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("its data set cannot be made of what is here: the script needs its data, or --synthetic")
+    assert main(["run", "--synthetic", "3x8x8,:10", "train.py"]) == 0
+    assert "synthetic samples 3x8x8,:10 stand in for Images" in capsys.readouterr().err
+
+
 def test_arguments_of_a_data_set_may_have_any_name():
     class Images(Dataset):
         def __init__(self, data, original):
@@ -622,6 +638,15 @@ def test_weights_that_cannot_be_downloaded_leave_those_that_the_model_was_made_w
     assert "keeps the weights that it was made with" in note
 
 
+def test_a_font_that_cannot_be_downloaded_is_not_said_to_be_weights(tmp_path):
+    """As YOLO asks for the font of its figures."""
+    with flopmeter.cuda(A100) as device:
+        torch.hub.download_url_to_file("file:///nowhere/Arial.ttf", str(tmp_path / "Arial.ttf"))
+        nn.Linear(8, 4, device="cuda")(torch.zeros(2, 8, device="cuda"))
+    (note,) = (note for note in device.report().step.notes if "Arial.ttf" in note)
+    assert note.endswith(": the program goes on without it")
+
+
 GOES_ON_FROM_A_CHECKPOINT = """
 import torch
 
@@ -636,6 +661,18 @@ for epoch in range(checkpoint["epoch"], 3):
     optimizer.step()
     print(epoch)
 """
+
+
+def test_an_empty_file_stands_for_weights_where_a_script_looks_for_the_file_by_itself(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    looks = "assert __import__('pathlib').Path('nowhere/last.ckpt').is_file()\n"
+    (tmp_path / "train.py").write_text(looks + GOES_ON_FROM_A_CHECKPOINT)
+    assert main(["run", "--without-weights", "train.py"]) == 1
+    assert "an empty file of that name may do" in capsys.readouterr().err.splitlines()[-1]
+    (tmp_path / "nowhere").mkdir()
+    (tmp_path / "nowhere" / "last.ckpt").touch()
+    assert main(["run", "--without-weights", "train.py"]) == 0
+    assert "nowhere/last.ckpt is empty: its model keeps the weights that it was made" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_is_not_here_is_one_line_or_leaves_the_model_as_it_was_made(tmp_path, monkeypatch, capsys):
@@ -670,3 +707,17 @@ def test_weights_that_are_not_here_take_the_place_of_those_on_meta(where, tmp_pa
     (tmp_path / "infer.py").write_text(BUILT_ON_META.replace("WHERE", repr(where)))
     assert main(["run", "--without-weights", "infer.py"]) == 0
     assert int(capsys.readouterr().out) == 4 * (1024 * 1024 + 1024)
+
+
+def test_results_that_the_host_cuts_and_averages_are_told_to_be_done_on_the_device():
+    """As a script that saves what a model of proteins makes of each sequence: none of it can be made once."""
+    sequences = 200
+    with flopmeter.cuda(A100, steps=3) as device:
+        model = torch.nn.Linear(64, 64, device="cuda").eval()
+        with torch.no_grad():
+            for _ in range(3):
+                results = model(torch.zeros(sequences, 128, 64, device="cuda")).cpu()
+                for each in results:
+                    each[1:100].mean(0)
+    (told,) = [each for each in device.report().step.advice if "on tensors of its own" in each.what]
+    assert told.remedy == "done on the device, before the results come to the host, or in another process"

@@ -875,12 +875,12 @@ def test_attention_that_is_asked_for_its_sums_returns_them_and_no_weights():
 
 def test_internals_that_a_shim_leaves_out_can_be_imported_and_derived_from_but_not_used():
     def program():
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward as internal
+        from flash_attn.flash_attn_interface import _get_block_size_n as internal
 
         class Derived(internal):
             pass
 
-        with pytest.raises(NotImplementedError, match="flash_attn_interface has no _flash_attn_varlen"):
+        with pytest.raises(NotImplementedError, match="flash_attn_interface has no _get_block_size_n"):
             Derived(1)
         torch.zeros(1, device="cuda").add(1)
         nn.Linear(1, 1, device="cuda")(torch.zeros(1, 1, device="cuda"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from flopmeter.distributed.errors import WorldError
 from flopmeter.known_values import DataDependentError
@@ -241,6 +242,8 @@ def _about_what_is_missing(error: BaseException) -> str | None:
         return f"the script makes the folder {error.filename} within one that is not here: make that one"
     if isinstance(error, ValueError) and "num_samples=0" in str(error):  # torch's RandomSampler
         return "the data set is empty: the script needs its data, or --synthetic"
+    if isinstance(error, (ValueError, IndexError)) and _makes_a_data_set(error):
+        return "its data set cannot be made of what is here: the script needs its data, or --synthetic"
     asserts = _asserts_a_file(error)
     if not (asserts or isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION)):
         return None
@@ -249,8 +252,17 @@ def _about_what_is_missing(error: BaseException) -> str | None:
         return f"{what} is not here; if it is weights, --without-weights leaves the model as it was made"
     otherwise = ", or --synthetic for data sets"
     if asserts:
-        otherwise = " (it looks by itself: beside --synthetic, which makes up data sets, a file of that name may do)"
+        otherwise = (
+            " (it looks by itself: an empty file of that name may do, beside --synthetic for data sets and "
+            "--without-weights for weights)"
+        )
     return f"{what} is not here; the script needs its data and weights{otherwise}"
+
+
+def _makes_a_data_set(error: BaseException) -> bool:
+    """Whether it was raised while a data set was made, as where one joins the files that it found, and found none."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(each.f_code.co_name == "__init__" and isinstance(each.f_locals.get("self"), Dataset) for each in frames)
 
 
 def _asserts_a_file(error: BaseException) -> bool:

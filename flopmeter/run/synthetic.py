@@ -30,7 +30,8 @@ from flopmeter.torch_names.private import BATCHES, no_dispatch_modes
 FIRST = "first"
 SAMPLES = 2**16  # length of a data set that is missing; more than the steps of a run read, and soon evaluated
 ELEMENTS = 2**26  # length of an array in a file of numpy's, if nobody says it
-ABSENT = (OSError, RuntimeError, AssertionError)  # raised by torchvision, and by code that opens files or asserts them
+# Raised by torchvision, by code that opens files or asserts them, and by code that takes or joins what it found.
+ABSENT = (OSError, RuntimeError, AssertionError, ValueError, IndexError)
 TEXT, IMAGE = "text", "image"
 _MODES = {(): "RGB", (1,): "L", (3,): "RGB", (4,): "RGBA"}  # of Pillow's images, by the channels before their size
 _GRAMMAR = "fields with commas between them, each [NAME=]SHAPE[:DTYPE or :COUNT] or (fields), such as 3x224x224,:1000"

@@ -8,6 +8,7 @@ Until: torch has a device named cuda without memory.
 from __future__ import annotations
 
 import importlib.util
+import mimetypes
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -33,13 +34,15 @@ OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 CHECKPOINTS = "checkpoints were neither written nor read: weights have no data; copies are not counted"
 
+CPU = torch.device("cpu")
+
 KEEPS_ITS_OWN = ": its model keeps the weights that it was made with"
 """The end of a note about a file that is not here."""
 
 
 class AbsentWeights(OrderedDict[str, Any]):
-    """Stands in for the content of a file of weights that is not here: it is empty, and so is each of its parts. As a
-    number (the epoch to go on from) it is 0."""
+    """Stands in for the content of a file of weights that is not here or has none: it is empty, and so is each of its
+    parts. As a number (the epoch to go on from) it is 0."""
 
     def __missing__(self, key: str) -> AbsentWeights:
         return self
@@ -50,12 +53,12 @@ class AbsentWeights(OrderedDict[str, Any]):
 
 class WeightFiles:
     """What the program saves is kept by its path, so that it can be loaded again. `may_be_absent`: a file that is not
-    there has AbsentWeights."""
+    there, or is empty, has AbsentWeights."""
 
     def __init__(self, named: NamedCuda, note: Callable[[str], None], may_be_absent: bool) -> None:
         self._named, self._note, self._may_be_absent = named, note, may_be_absent
         self._saved: dict[str | int, Any] = {}
-        self._any_absent, self._absent_on = False, torch.device("cpu")  # where the file would have been loaded to
+        self._any_absent, self._absent_on = False, CPU  # where the file would have been loaded to
         self._buffers: list[Any] = []  # in memory: kept, so that none gets the id of another
 
     def patches(self) -> Iterator[Patch]:
@@ -130,23 +133,30 @@ class WeightFiles:
     def _load(self, original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
         if self._named.is_open and (place := _place(f)) in self._saved:
             return self._saved[place]
+        may_be_absent = self._named.is_open and self._may_be_absent
+        if may_be_absent and _is_empty(f):
+            return self._is_absent(f, os.fspath(f), "is empty", _asked_device(*args[:1], **kwargs))
         try:
             return original(f, *args, **kwargs)
         except FileNotFoundError as error:
-            if not self._named.is_open or not self._may_be_absent:
+            if not may_be_absent:
                 raise
-            self._absent_on = _asked_device(*args[:1], **kwargs)
-            return self._is_absent(f, os.fspath(f), f"is not here ({type(error).__name__})")
+            why = f"is not here ({type(error).__name__})"
+            return self._is_absent(f, os.fspath(f), why, _asked_device(*args[:1], **kwargs))
 
     @around
     def _download(self, original: Callable[..., Any], url: str, dst: str, *args: Any, **kwargs: Any) -> Any:
-        """torch.hub's download. Where it cannot be reached, a model keeps the weights that it was made with."""
+        """torch.hub's download. Where it cannot be reached, a model keeps the weights that it was made with, and other
+        things are missing, as the fonts of YOLO's figures."""
         try:
             return original(url, dst, *args, **kwargs)
         except OSError as error:
             if not self._named.is_open:
                 raise
-            self._is_absent(dst, url, _not_reached(error))
+            if _is_no_weights(url):
+                self._note(f"{url} {_not_reached(error)}: the program goes on without it")
+            else:
+                self._is_absent(dst, url, _not_reached(error))
 
     @around
     def _from_hub(self, original: Callable[..., str], repo_id: str, filename: str, *args: Any, **kwargs: Any) -> str:
@@ -161,8 +171,8 @@ class WeightFiles:
             self._is_absent(path, path, _not_reached(error))
             return path
 
-    def _is_absent(self, file: Any, name: str, why: str) -> AbsentWeights:
-        self._any_absent = True
+    def _is_absent(self, file: Any, name: str, why: str, on: torch.device = CPU) -> AbsentWeights:
+        self._any_absent, self._absent_on = True, on
         absent = self._saved[_place(file)] = AbsentWeights()
         self._note(f"{name} {why}{KEEPS_ITS_OWN}")
         return absent
@@ -200,6 +210,16 @@ class WeightFiles:
         if any(isinstance(leaf, Tensor) and self._named.holds(leaf) for leaf in leaves):
             return True
         return any(self._has_no_data(leaf) for leaf in leaves if isinstance(leaf, nn.Module))
+
+
+def _is_no_weights(url: str) -> bool:
+    kind, _ = mimetypes.guess_type(url)
+    return kind is not None and kind.partition("/")[0] in ("font", "image", "text")
+
+
+def _is_empty(file: Any) -> bool:
+    """Whether it is the path of a file without content, which stands for one where a script looks for it by itself."""
+    return isinstance(file, (str, os.PathLike)) and os.path.isfile(file) and os.path.getsize(file) == 0
 
 
 def _asked_device(first: Any = None, *, map_location: Any = None, device: Any = None, **_: Any) -> torch.device:

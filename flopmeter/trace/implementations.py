@@ -7,7 +7,7 @@ that a library has replaced, are recorded as the ops that the function runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ from torch._ops import OpOverload
 from torch.library import Library
 
 from flopmeter.as_cuda.kernels.sparse import MADE_OF_PARTS
+from flopmeter.known_values import KnownValues
+from flopmeter.known_values.values import Values
 from flopmeter.records import Call, OpsBody, TensorSpec, Trace
 from flopmeter.records.collectives import MADE_OF_COLLECTIVES
 from flopmeter.records.tensors import tensors_in
@@ -43,6 +45,7 @@ class OpRecorder(AbstractContextManager[Any], Protocol):
     """A recorder that has recorded nothing yet."""
 
     trace: Trace
+    values: KnownValues | None
 
     def number_of(self, tensor: Tensor) -> int: ...
 
@@ -104,11 +107,15 @@ def _name(func: OpOverload, key: str) -> str:
     return f"{func.name().replace('::', '/')}/{key}"
 
 
-def body_of(call: Call, key: str, recorder: OpRecorder) -> OpsBody:
-    """What the Python function that implements the op under that key runs on meta tensors like those of the call."""
+def body_of(call: Call, key: str, recorder: OpRecorder, tensors: Sequence[Tensor]) -> OpsBody:
+    """What the Python function that implements the op under that key runs on meta tensors like those of the call.
+    What the recorder knows of the values of `tensors`, the call's inputs, it knows of these."""
     made: dict[TensorSpec, Tensor] = {}
     try:
         args, kwargs = as_tensors((call.args, dict(call.kwargs)), made)
+        if recorder.values is not None:
+            for spec, tensor in zip(call.inputs, tensors, strict=False):
+                _tell(recorder.values.values, made[spec], tensor)
         with _without_compiler(), recorder:
             result = call.func._op_dk(getattr(DispatchKey, key), *args, **kwargs)
             held = [*zip(tensors_in(result), call.outputs, strict=False), *((made[spec], spec) for spec in made)]
@@ -117,6 +124,12 @@ def body_of(call: Call, key: str, recorder: OpRecorder) -> OpsBody:
         return OpsBody((), f"{type(error).__name__}: {error}".partition("\n")[0])
     ops = recorder.trace.ops
     return OpsBody(tuple(op._replace(storages=tuple(numbers.get(each, -1) for each in op.storages)) for op in ops))
+
+
+def _tell(values: Values, made: Tensor, tensor: Tensor) -> None:
+    """From now on what is known of the one tensor is known of the other. It is copied when it is first read."""
+    if tensor.is_meta and values.knows(tensor):
+        values.defer(made, lambda blank: blank.copy_(values.read(tensor)))
 
 
 def _without_compiler() -> AbstractContextManager[object]:

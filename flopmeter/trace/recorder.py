@@ -97,8 +97,7 @@ class Recorder(TorchDispatchMode):
         self._source = source
         self._overrides = overrides or {}
         self.values = values
-        if values is not None:
-            values.on_new, values.on_numbers = self._note_sent, self._storages.note_numbers
+        self._listen()
         self._cells: Mapping[int, Any] = values.values.cells if values else {}  # what values are known of
         self._handlings = Handlings(values)
         self._groups = ProcessGroups()
@@ -190,6 +189,11 @@ class Recorder(TorchDispatchMode):
         """The number in the trace of the tensor's storage, while the recorder is on."""
         return self._number(tensor, BEFORE, [])
 
+    def _listen(self) -> None:
+        """Be told of tensors that come from outside of any op."""
+        if self.values is not None:
+            self.values.on_new, self.values.on_numbers = self._note_sent, self._storages.note_numbers
+
     def note_new(self, tensor: Tensor) -> None:
         """The tensor's storage is new, though no op has written it."""
         self._storages.note_new(tensor)
@@ -209,12 +213,17 @@ class Recorder(TorchDispatchMode):
         self.note_new(made)
         self._record(self._arrivals.meet(func, args, kwargs, self._handlings[func]), made)
 
-    def with_implementation(self, call: Call) -> Call:
-        """The call with what its op runs, where that is a custom op in Python."""
+    def with_implementation(self, call: Call, tensors: Sequence[Tensor] = ()) -> Call:
+        """The call with what its op runs, where that is a custom op in Python. `tensors` are those of the call's
+        inputs: it runs with what is known of their values, as of all else in the program."""
         key = python_key(call.func)
         if key is None:
             return call
-        return dataclasses.replace(call, body=body_of(call, key, Recorder(overrides=self._overrides)))
+        try:
+            body = body_of(call, key, Recorder(overrides=self._overrides, values=self.values), tensors)
+        finally:
+            self._listen()
+        return dataclasses.replace(call, body=body)
 
     def _enter_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -421,7 +430,8 @@ class Recorder(TorchDispatchMode):
             return numbers[self.number_of(tensor)]
 
         call = self.with_implementation(
-            build_call(func, arrival.plain_args, arrival.plain_kwargs, result, number, arrival.groups, arrival.body)
+            build_call(func, arrival.plain_args, arrival.plain_kwargs, result, number, arrival.groups, arrival.body),
+            tensors,
         )
         mixed_devices.check(call, tensors, self.modules.outermost)
         self.trace.devices.update(mixed_devices.touched(self.trace.devices, call))

@@ -12,7 +12,7 @@ from flopmeter.records import Kernel, Op, Trace
 from flopmeter.report.advice.number_types import narrow_type
 from flopmeter.report.advice.remedies import Proposal, priced, remedy
 from flopmeter.report.advice.rewrite import with_ops
-from flopmeter.report.advice.sent import made_for_copies, values_read
+from flopmeter.report.advice.sent import made_for_copies, made_of_results, values_read
 from flopmeter.report.advice.spots import modules_and_lines, modules_and_lines_of
 from flopmeter.report.quantities import counted
 from flopmeter.report.report import Report
@@ -120,16 +120,22 @@ def _results_of_checks(trace: Trace) -> set[int]:
 @remedy
 def ops_between_on_the_host(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Ops on tensors of the host, outside of modules: each takes the time of a call from the device. A batch goes to
-    the device afterwards; other programs work out figures of their own there, as schedulers of diffusion do."""
+    the device afterwards, or results have come from there; other programs work out figures of their own, as schedulers
+    of diffusion do."""
     own = {
         index
         for index, op in enumerate(trace.ops)
         if op.phase == "forward" and not op.module and op.call.outputs and not runs_on(trace.device, op.call)
     }
     of_batches = made_for_copies(trace, own)
+    of_results = made_of_results(trace, own - of_batches)
     for ops, how in (
         (of_batches, "DataLoader(num_workers=...), whose processes make the next batch meanwhile"),
-        (own - of_batches, "made once, on the device, or as numbers of Python (math.log): no batch comes of them"),
+        (of_results, "done on the device, before the results come to the host, or in another process"),
+        (
+            own - of_batches - of_results,
+            "made once, on the device, or as numbers of Python (math.log): no batch comes of them",
+        ),
     ):
         if ops:
             yield Proposal(

@@ -65,6 +65,19 @@ def ends_of(op: Op) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
     return source and (source.device, source.storage), (target.device, target.storage)
 
 
+def made_of_results(trace: Trace, ops: set[int]) -> set[int]:
+    """Those of the ops that work on what came from the device."""
+    came, makers = set[int](), set[int]()
+    for index, op in enumerate(trace.ops):
+        source, target = ends_of(op)
+        if source is not None and target is not None and source[0] == trace.device and target[0] == "cpu":
+            came.add(target[1])
+        elif index in ops and not came.isdisjoint(op.storages):
+            makers.add(index)
+            came |= op.makes
+    return makers
+
+
 def made_for_copies(trace: Trace, ops: set[int]) -> set[int]:
     """Those of the ops that make what a later copy brings to the device, and the reads of numbers before them, as of a
     place to cut at: `data[i : i + 8]`. A copy of one number is none of a batch."""

@@ -132,6 +132,8 @@ def _why(group: list[Timed], report: Report) -> str:
         starts = kernel.cost.work.kernels if isinstance(kernel.cost.work, VectorWork) else 1
         chain = f"{starts:,} kernels one after another, which take longer to start than to work"
         return chain if starts > 1 else "too small: launch and drain take longer than the work"
+    if not kernel.cost.bytes and (of_the_call := sum(each.op is kernel.op for each, _ in group)) > 1:
+        return f"a call is {of_the_call} kernels one after another, some of which only count what others have read"
     return (_of_products if kernel.cost.macs else _of_bytes)(kernel.cost, timing, report)
 
 

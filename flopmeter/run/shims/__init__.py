@@ -22,6 +22,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.abc import Loader
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from typing import Any
@@ -53,14 +54,15 @@ def importable(packages: Collection[str], note: Callable[[str], None]) -> Iterat
     tops = {name.partition(".")[0] for shim in shims for name in shim.MODULES}
     before = [name for name in sys.modules if name.partition(".")[0] in tops]
     stood = {name: sys.modules.pop(name) for name in before}  # what a package that is installed had imported
-    finder = _Finder([_Metadata(shim) for shim in shims if "__version__" in _top_of(shim)[1]])
+    modules = _modules(shims, note)
+    finder = _Finder([_Metadata(shim) for shim in shims if "__version__" in _top_of(shim)[1]], modules)
     with ExitStack() as undo:
         for shim in shims:
             getattr(shim, "begin", _nothing)()
             undo.callback(getattr(shim, "end", _nothing))
             for namespace, functions in getattr(shim, "OPERATORS", {}).items():
                 _add_operators(namespace, functions, note, undo)
-        sys.modules.update(_modules(shims, note))
+        sys.modules.update(modules)
         sys.meta_path.insert(0, finder)
         try:
             yield
@@ -131,17 +133,34 @@ class _Metadata(Distribution):
 
 
 class _Finder(DistributionFinder):
-    def __init__(self, found: list[_Metadata]) -> None:
-        self._found = found
+    def __init__(self, found: list[_Metadata], modules: Mapping[str, types.ModuleType]) -> None:
+        self._found, self._loader = found, _Loader(modules)
 
-    def find_spec(self, *args: object) -> None:
-        """It finds no module: those of shims are in sys.modules."""
+    def find_spec(self, name: str, *args: object) -> importlib.machinery.ModuleSpec | None:
+        """For a program that imports a package again, or reloads it."""
+        return self._loader.spec_of(name)
 
     def find_distributions(self, context: DistributionFinder.Context = _ANY) -> Iterator[Distribution]:
         def plain(name: str) -> str:
             return name.lower().replace("_", "-")
 
         return (each for each in self._found if context.name is None or plain(context.name) == plain(each.name))
+
+
+class _Loader(Loader):
+    """Gives the modules that there are already."""
+
+    def __init__(self, modules: Mapping[str, types.ModuleType]) -> None:
+        self._modules = modules
+
+    def spec_of(self, name: str) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name in self._modules else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return self._modules[spec.name]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing to run: a shim's module is as it was made."""
 
 
 class _Shim(types.ModuleType):

@@ -10,8 +10,10 @@ GPU. A 4-bit weight is dequantised before each product, in blocks of 64 whose sc
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -260,6 +262,10 @@ def dequantize_4bit(A: Tensor, quant_state: QuantState, **options: Any) -> Tenso
     return _dequantize(A, quant_state.scales(), rows, columns, quant_state.dtype)
 
 
+def get_ptr(A: Tensor | None) -> ctypes.c_void_p | None:  # noqa: N803
+    return None if A is None else ctypes.c_void_p(A.data_ptr())
+
+
 def int8_vectorwise_quant(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, None]:  # noqa: N803
     return (*_quantize_rows(A), None)
 
@@ -450,5 +456,8 @@ MODULES = {
     "bitsandbytes": {"__version__": "0.50.2", "supported_torch_devices": {"cpu", "cuda"}},
     "bitsandbytes.optim": _OPTIMIZERS,
     "bitsandbytes.nn": named(Linear4bit, Linear8bitLt, Params4bit, Int8Params, Embedding, StableEmbedding),
-    "bitsandbytes.functional": named(quantize_4bit, dequantize_4bit, int8_vectorwise_quant, QuantState),
+    "bitsandbytes.functional": {
+        **named(quantize_4bit, dequantize_4bit, int8_vectorwise_quant, get_ptr, QuantState),
+        "lib": SimpleNamespace(),  # as where its kernels could not be loaded: none is called by pointers
+    },
 }

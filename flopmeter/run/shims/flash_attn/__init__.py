@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flopmeter.run.shims.flash_attn import attention, benchmarks, collectives, norms, padding, rotary
+from flopmeter.run.shims.flash_attn import attention, benchmarks, by_blocks, collectives, norms, padding, rotary
 from flopmeter.run.shims.kernel import named
 
 _ROTARY = named(
@@ -23,7 +23,7 @@ MODULES: dict[str, dict[str, Any]] = {
         padding.rearrange, padding.repeat,
     ),
     "flash_attn.flash_attention": named(attention.FlashAttention),
-    "flash_attn.flash_attn_interface": attention.FUNCTIONS,
+    "flash_attn.flash_attn_interface": {**attention.FUNCTIONS, **by_blocks.FUNCTIONS},
     "flash_attn.layers": {},
     "flash_attn.layers.rotary": {**_ROTARY, "apply_rotary_emb_func": rotary.apply_rotary_emb},
     "flash_attn.losses": {},

@@ -54,10 +54,17 @@ def how_of(
     return starts, key_starts, longest or query.shape[-3], longest_keys or key.shape[-3], causal, *window
 
 
-def kernels_of(library: str) -> LibraryKernels:
-    forward = kernel(library, _cost)(_forward)
-    forward_into = kernel(f"{library}_into", into(_cost, "out"), mutates=("out",))(_forward_into)
-    backward = kernel(f"{library}_backward", into(_backward_cost, *_GRADIENTS), mutates=_GRADIENTS)(_backward_into)
+def kernels_of(library: str, backend: AttentionBackend = BACKEND) -> LibraryKernels:
+    def cost(call: Call) -> Cost:
+        made = forward_cost(call, backend)
+        return replace(made, name=made.name.removesuffix("_into"))
+
+    def backward_price(call: Call) -> Cost:
+        return backward_cost(call, backend)
+
+    forward = kernel(library, cost)(_forward)
+    forward_into = kernel(f"{library}_into", into(cost, "out"), mutates=("out",))(_forward_into)
+    backward = kernel(f"{library}_backward", into(backward_price, *_GRADIENTS), mutates=_GRADIENTS)(_backward_into)
 
     def gradients(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         query, key, value, starts, key_starts, out, sums = ctx.saved_tensors
@@ -91,15 +98,6 @@ def restore_torchs_attention() -> None:
         for kept in vars(module.value).values():
             if hasattr(kept, "cache_clear"):
                 kept.cache_clear()
-
-
-def _cost(call: Call) -> Cost:
-    cost = forward_cost(call, BACKEND)
-    return replace(cost, name=cost.name.removesuffix("_into"))
-
-
-def _backward_cost(call: Call) -> Cost:
-    return backward_cost(call, BACKEND)
 
 
 def _forward(
