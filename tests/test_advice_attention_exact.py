@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from flopmeter import FlopMeter
 from flopmeter.report.advice.attention import materialised_attention
+from flopmeter.report.advice.math_attention import attention_that_no_kernel_takes
 from flopmeter.report.advice.remedies import trace_of
 
 H100 = "h100-sxm5-80gb"
@@ -67,6 +69,7 @@ CROSS = [tensor(2, 256, 4, 64), tensor(2, 384, 4, 64), tensor(2, 384, 4, 128)]
 ONE = [tensor(2, 1, 4, 64), tensor(2, 256, 4, 64), tensor(2, 256, 4, 64)]
 BIAS = tensor(1, 4, 256, 256)
 BIASES = [tensor(*shape, trained=False) for shape in [(1, 4, 256, 256), (2, 1, 1, 256), (2, 1, 256, 256)]]
+OF_KEYS = tensor(256, trained=False)
 OUT = tensor(256, 256)
 LEAVES = [*QKV, *SQUARE, *CROSS, *ONE, BIAS, OUT]
 
@@ -78,6 +81,8 @@ def again(attend, *args):
 
 def hidden_ones(made: str, length: int) -> torch.Tensor:
     """Where a key comes after the query."""
+    if made == "outside":
+        return HIDDEN
     if made == "as a triangle":
         return torch.ones(length, length, dtype=torch.bool, device="meta").triu(1)
     places = torch.arange(length, device="meta")
@@ -112,6 +117,7 @@ def windows(q, k, v, mask) -> torch.Tensor:
     return (scores.flatten(0, 1).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
+HIDDEN = tensor(256, 256, dtype=torch.bool, trained=False)
 WINDOWS = [tensor(8, 64, 4, 64) for _ in range(3)]
 OF_WINDOWS = tensor(1, 2, 1, 64, 64, trained=False)
 LEAVES += WINDOWS
@@ -119,6 +125,7 @@ LEAVES += WINDOWS
 CASES = {
     "causal by a triangle": (lambda: causal("as a triangle", *QKV), lambda: by_sdpa(*QKV, is_causal=True)),
     "causal by places": (lambda: causal("by places", *QKV), lambda: by_sdpa(*QKV, is_causal=True)),
+    "a causal mask that is given": (lambda: causal("outside", *QKV), lambda: by_sdpa(*QKV, is_causal=True)),
     "a causal mask that others read": (
         lambda: causal("by places", *QKV, reads_mask=True),
         lambda: causal_by_sdpa("by places", *QKV),
@@ -134,6 +141,7 @@ CASES = {
     "one query": (lambda: written_out(*ONE), lambda: by_sdpa(*ONE)),
     "dropout": (lambda: written_out(*QKV, dropout=0.1), lambda: by_sdpa(*QKV, dropout=0.1)),
     "a bias that is trained": (lambda: written_out(*QKV, BIAS), lambda: by_sdpa(*QKV, BIAS)),
+    "a mask of keys alone": (lambda: written_out(*QKV, OF_KEYS), lambda: by_sdpa(*QKV, OF_KEYS[None, None, None])),
     "three masks": (lambda: written_out(*QKV, *BIASES), lambda: by_sdpa(*QKV, *BIASES)),
     "checkpointed": (lambda: again(written_out, *QKV), lambda: again(by_sdpa, *QKV)),
 }
@@ -145,3 +153,40 @@ def test_attention_that_is_told_to_be_fused_runs_the_kernels_of_the_program_that
     before, mended = CASES[case]
     told = told_of(metered(before, trains=trains))
     assert kernels_in(told.then) == kernels_in(metered(mended, trains=trains))
+
+
+def on_math_path(q, k, v, *, factor: float = 1.0) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return of_scaled_queries(q, k, v, factor=factor)
+
+
+def of_scaled_queries(q, k, v, *, factor: float = 1.0) -> torch.Tensor:
+    """The program multiplies by itself what SDPA's math path multiplies once more."""
+    return by_sdpa(q if factor == 1.0 else q * factor, k, v)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_call_that_leaves_the_math_path_runs_the_kernels_that_it_runs_outside(trains, factor):
+    report = metered(lambda: on_math_path(*QKV, factor=factor), trains=trains)
+    (told,) = attention_that_no_kernel_takes(report, trace_of(report))
+    mended = metered(lambda: of_scaled_queries(*QKV, factor=factor), trains=trains)
+    assert kernels_in(told.then) == kernels_in(mended)
+
+
+@pytest.mark.parametrize("of", ["places", "data"])
+def test_a_mask_for_each_sequence_is_causal_where_only_places_are_compared(of):
+    """What depends on data says of each sequence something else."""
+    lengths = tensor(2, 1, dtype=torch.long, trained=False)
+
+    def program() -> torch.Tensor:
+        places = torch.arange(256, device="meta")
+        after = places[None, :] > places[:, None]
+        hidden = after & torch.ones(2, 1, 1, 1, dtype=torch.bool, device="meta")
+        if of == "data":
+            hidden = hidden & (lengths > places)[:, None, None, :]
+        q, k, v = (each.transpose(1, 2) for each in QKV)
+        return (q @ k.transpose(-2, -1)).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+    (kernel,) = [each for each in told_of(metered(program, trains=False)).then.kernels if "attention" in each.cost.name]
+    assert kernel.op.call.argument("is_causal") == (of == "places")

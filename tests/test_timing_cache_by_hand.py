@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from flopmeter import FlopMeter
+from flopmeter import FlopMeter, on_meta
 from flopmeter.costs import kernels_of
 from flopmeter.timing import cache
 from flopmeter.timing.cache import cached_bytes
@@ -105,11 +105,12 @@ def test_columns_beside_those_that_were_written_are_found_as_far_as_the_written_
 
 
 def test_a_fused_kernel_finds_what_each_of_its_inputs_left_and_nothing_of_what_it_makes_itself():
-    gate, up = halves(1), halves(1)
+    gate, up = halves(1), halves(6)
 
     def program():
         made_by_a_matmul(gate)
-        (gate * up).relu() + 1
+        product = gate * up[5:]  # the last of six rows, which nobody touched
+        product.relu() + product
 
     assert found_by(program, "compiled", 10**9) == [0, 200 + 200]
 
@@ -125,6 +126,17 @@ def test_a_fused_kernel_of_both_halves_of_each_row_finds_the_whole_row():
         apart[1] * apart[5].relu()  # rows 1 to 5 are asked for, of which two are read
 
     assert found_by(program, "compiled", 10**9) == [0, 800 + 400, 0, 400 + 200]
+
+
+def test_a_part_without_elements_is_found_and_leaves_nothing():
+    whole, other, known = rows(2), rows(2), on_meta(torch.ones(1))
+
+    def program():
+        whole.neg_()
+        torch.cat([whole[1:1], other])
+        known.item()  # what the host is given lies in no tensor
+
+    assert found_by(program, size=10**9) == [0, 0, 0]
 
 
 def test_a_matmul_finds_all_until_what_was_fetched_since_is_more_than_the_cache():

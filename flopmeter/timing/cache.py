@@ -59,7 +59,7 @@ class _Many(_Seen):
 
     def __init__(self, parts: _Seen, cache: int) -> None:
         super().__init__(parts)
-        self._cache, self._most = cache, 2 * len(parts)
+        self._cache, self._most = cache, 2 * FEW
         self._by_length: dict[int, list[_ByteRange]] = {}  # in order
         for part in parts:
             self._enter(part)

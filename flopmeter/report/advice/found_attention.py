@@ -34,7 +34,7 @@ _RESHAPES = (aten.expand, aten.view, aten._unsafe_view)
 _TRIANGLES = (aten.tril, aten.triu)
 _ADDITIONS = (aten.add, aten.add_)
 _COMPARISONS = (aten.le, aten.lt, aten.ge, aten.gt)
-_NOT_ON_SCORES = (*_PRODUCTS, *_SOFTMAX, *_COPIES, *_RESHAPES, aten._softmax_backward_data)
+_NOT_ON_SCORES = (*_PRODUCTS, *_SOFTMAX, *_COPIES, aten._softmax_backward_data)
 
 
 class FoundAttention(NamedTuple):
@@ -214,9 +214,7 @@ class _AroundSoftmax:
         sums = (op for op in touching if op.packet in _ADDITIONS and op.phase != "backward")
         added = (spec for op in sums for spec in op.inputs if spec.storage not in self._of_scores)
         masks = tuple(
-            spec
-            for spec in added
-            if len(spec.shape) >= 2 and spec.shape[-1] == self.scores.shape[-1] and not self._is_causal_mask(spec)
+            spec for spec in added if spec.shape[-1:] == self.scores.shape[-1:] and not self._is_causal_mask(spec)
         )
         gradients = (op.inputs[0] for op in touching if self._sums_mask_gradient(op))
         return masks, next(gradients, None) if masks else None
@@ -225,7 +223,7 @@ class _AroundSoftmax:
         """Whether it sums the gradients that all sequences, or all heads, give to a mask that they share."""
         if op.phase != "backward" or op.packet is not aten.sum:
             return False
-        return op.inputs[0].shape[-2:] == op.outputs[0].shape[-2:] == self.scores.shape[-2:]
+        return op.outputs[0].shape[-2:] == self.scores.shape[-2:]
 
     def _has_causal_mask(self, touching: list[Op]) -> bool:
         given = (spec for op in touching for spec in op.inputs)
