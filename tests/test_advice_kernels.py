@@ -12,7 +12,7 @@ SAME_BYTES = (
     "contiguous copies before attention", "heads repeated for attention", "a mask repeated for all sequences",
     "a one-hot product", "scores of all tokens", "a cache grown by cat", "an LSTM called for each step",
     "a GRU called for each step", "a mask for is_causal", "gradients filled with zeros", "eager attention",
-    "vocabulary of 50257", "sync in the loop", "recompute without need", "unpinned copies",
+    "vocabulary of 50257", "sync in the loop", "recompute without need", "unpinned copies", "NCHW under AMP",
 )  # fmt: skip
 SAME_FLOPS = ("casts around norms", "fp32 by accident", "tiny batch", "no fused optimizer")
 SAME_ON_THE_HOST = (
@@ -20,6 +20,7 @@ SAME_ON_THE_HOST = (
     "a mask for is_causal", "gradients filled with zeros", "vocabulary of 50257", "sync in the loop",
     "unpinned copies", "casts around norms", "fp32 by accident", "tiny batch", "no fused optimizer",
 )  # fmt: skip
+COPY = dict.fromkeys(("copy_", "_to_copy", "clone"), "copy")
 
 
 def told_of(fault):
@@ -30,15 +31,14 @@ def told_of(fault):
 
 
 def kernels_in(report):
-    costs = sorted(
-        (kernel.cost.name, kernel.op.phase, kernel.cost.flops, kernel.cost.bytes) for kernel in report.kernels
-    )
+    named = ((COPY.get(kernel.cost.name, kernel.cost.name), kernel) for kernel in report.kernels)
+    costs = sorted((name, kernel.op.phase, kernel.cost.flops, kernel.cost.bytes) for name, kernel in named)
     return [each[:3] for each in costs], [each[3] for each in costs]
 
 
 @pytest.mark.parametrize("name", [*SAME_BYTES, *SAME_FLOPS])
 def test_the_change_that_is_priced_runs_the_kernels_of_the_mended_program(name):
-    """Seeds, of 16 bytes, and numbers of steps apart."""
+    """Seeds, of 16 bytes, and numbers of steps apart. What lays an image otherwise is a copy by another name."""
     then, mended = told_of(FAULTS[name]), FAULTS[name].report(is_mended=True)
     (kernels, nbytes), (expected, expected_bytes) = kernels_in(then), kernels_in(mended)
     assert kernels == expected
