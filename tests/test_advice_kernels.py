@@ -47,3 +47,8 @@ def test_the_change_that_is_priced_runs_the_kernels_of_the_mended_program(name):
     if name in SAME_ON_THE_HOST:
         assert sum(kernel.views for kernel in then.kernels) == sum(kernel.views for kernel in mended.kernels)
         assert sum(kernel.module_calls for kernel in then.kernels) == sum(each.module_calls for each in mended.kernels)
+
+
+@pytest.mark.parametrize("name", ["a backward pass for each loss", "NCHW under AMP", "recompute without need"])
+def test_the_change_that_is_priced_takes_as_long_as_the_mended_program(name):
+    assert told_of(FAULTS[name]).seconds == pytest.approx(FAULTS[name].report(is_mended=True).seconds, rel=1e-3)
