@@ -143,3 +143,29 @@ def test_of_two_branches_one_runs_and_gives_its_value(condition, count):
 {turns("%n")}"""
     body = counted(lines, condition, 4, 2)
     assert (additions(body), body.unknown) == (count, ())
+
+
+@pytest.mark.parametrize("kind", ["scan", "reduce"])
+def test_sums_along_rows_add_all_numbers_but_the_first_of_each_and_do_nothing_else(kind):
+    """Of 8 rows of 128."""
+    result = "tensor<8x128xf32>" if kind == "scan" else "tensor<8xf32>"
+    lines = f"""    %s = "tt.{kind}"(%x) <{{axis = 1 : i32}}> ({{
+    ^bb0(%p: f32, %q: f32):
+      %r = arith.addf %p, %q : f32
+      tt.{kind}.return %r : f32
+    }}) : (tensor<8x128xf32>) -> {result}"""
+    body = counted(lines)
+    assert [(op.name, op.number) for op in body.ops] == [("arith.addf", 8 * 127)]
+
+
+def test_a_lock_that_a_program_waits_for_is_taken_to_be_free_and_other_loops_without_bounds_are_named():
+    """They ask atomically, and do nothing else; a loop that computes is none of them."""
+    lines = """    scf.while : () -> () {
+      %old = tt.atomic_cas acq_rel, gpu, %lock, %c0, %c1 : (!tt.ptr<i32>, i32, i32) -> i32
+      %held = arith.cmpi eq, %old, %c1 : i32
+      scf.condition(%held)
+    } do {
+BODY      scf.yield
+    }"""
+    assert counted(lines.replace("BODY", "")).unknown == ()
+    assert counted(lines.replace("BODY", "      %y = math.exp %x : f32\n")).unknown == ("scf.while",)
