@@ -469,8 +469,11 @@ def test_a_shell_completes_commands_options_and_devices(run, monkeypatch):
     assert "pip install 'flopmeter[completion]'" in refusal(run("completion", "bash"))
 
 
-def test_models_lists_what_is_built_in(run):
-    assert all(name in ok(run("models")) for name in BUILTINS)
+def test_models_lists_what_is_built_in_with_its_published_size(run):
+    lines = {line.split()[0]: line for line in ok(run("models")).splitlines() if line}
+    assert lines.keys() >= BUILTINS.keys()
+    for name, size in {"gpt2-124m": "124.4 M", "bert-large": "335.2 M", "llama-3-8b": "8,030.3 M"}.items():
+        assert size in lines[name]
 
 
 def test_a_report_says_how_it_was_asked_for_in_every_format(run):

@@ -242,14 +242,16 @@ def test_a_program_is_made_with_each_option_of_training(monkeypatch):
 
 def test_measure_and_check_hand_over_each_of_their_options(called, tmp_path, monkeypatch):
     run = Made(hardware=lambda: H100, device={"name": "mine"}, started="today", results=[1, 2], versions={"torch": "2"})
-    monkeypatch.setattr(measure_command, "pairs", lambda run, device: ([], [Made(name="a case", why="no time")]))
+    others = [Made(name="another", why="no memory"), Made(name="a case", why="no time")]
+    monkeypatch.setattr(measure_command, "pairs", lambda run, device: ([], others))
     (path, device), given, code, out = called(measure_command, "measure", run, f"measure -o {tmp_path}/a.json")
     assert (path, device, code) == (f"{tmp_path}/a.json", "cpu", 0)
     plain = {"quick": False, "kinds": [], "clock": "wall", "resume": False}
     assert without(given, "progress") == plain
-    first, second, third, *_, last = out.splitlines()
+    first, second, third, *_, other, last = out.splitlines()
     assert (first, second) == (f"wrote {tmp_path}/a.json", "measured on mine, today: 2 cases (torch 2)")
-    assert (third, last) == (f"predicted for {H100.title} (h100-sxm5-80gb)", "a case: no time")
+    assert third == f"predicted for {H100.title} (h100-sxm5-80gb)"
+    assert (other, last) == ("another: no memory", "a case: no time")
     options = "--device cpu --quick --cases bmm,rows --clock cpu --resume --hardware t4"
     _, given, _, out = called(measure_command, "measure", run, f"measure -o a.json {options}")
     assert without(given, "progress") == {"quick": True, "kinds": ["bmm", "rows"], "clock": "cpu", "resume": True}

@@ -47,12 +47,10 @@ KNOWN_ERRORS = (ValueError, DataDependentError, UncountedError)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0; 1 where the answer is no (`diff --fail-above`, `fit`, `serve`, `plan`); 2 for an
     error, told in one line; 130 if it was interrupted."""
-    show_traceback = False
     try:
         given = sys.argv[1:] if arguments is None else list(arguments)
         options = parsed(COMMANDS, given)
         options.command = shlex.join(["flopmeter", *given])
-        show_traceback = options.traceback
         check_files(options)
         settle_format(options)
         with options.progress if options.tells_time else contextlib.nullcontext(), warnings.catch_warnings():
@@ -69,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse: --help, --version and wrong arguments
         return stop.code if isinstance(stop.code, int) else 2
     except KNOWN_ERRORS as error:
-        if show_traceback:
+        if options.traceback:
             traceback.print_exc()
         print(f"flopmeter: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -98,14 +98,12 @@ def parsed(commands: Mapping[str, Command], given: Sequence[str]) -> argparse.Na
     if first.startswith("-") and first not in ("-h", "--help", "--version"):
         parser.error(f"unrecognized arguments: {first}; the command comes first, as in flopmeter table gpt2-124m")
     options, unknown = parser.parse_known_args(given or ["--help"])
-    own: argparse.ArgumentParser = getattr(options, "parser", parser)
     if unknown:
+        own: argparse.ArgumentParser = options.parser
         known = [name for action in own._actions for name in action.option_strings]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.7)
         said = f"; did you mean {near[0]}?" if near else ""
         own.error(f"unrecognized arguments: {' '.join(unknown)}{said}")
-    if "run" not in options:
-        parser.error(f"name a command: {', '.join(commands)}")
     return options
 
 

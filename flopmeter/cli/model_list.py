@@ -28,12 +28,12 @@ def _models(options: argparse.Namespace) -> int:
 
 def _record(name: str) -> dict[str, int | str]:
     model, _ = BUILTINS[name]()
-    parameters = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     defaults = inspect.signature(BUILTINS[name]).parameters
     takes = ", ".join(
         f"{option} {str(defaults[option].default).removeprefix('torch.')}" for option in OPTIONS if option in defaults
     )
-    return {"model": name, "parameters": sum(parameters.values()), "takes": takes}
+    return {"model": name, "parameters": parameters, "takes": takes}
 
 
 COMMAND = Command(

@@ -11,7 +11,7 @@ import bisect
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from flopmeter.records import Call, Cost, Kernel, Op, Region, TensorSpec
@@ -59,7 +59,7 @@ class _Many(_Seen):
 
     def __init__(self, parts: _Seen, cache: int) -> None:
         super().__init__(parts)
-        self._cache, self._most = cache, 2 * len(parts)
+        self._cache, self._most = cache, 2 * FEW
         self._by_length: dict[int, list[_ByteRange]] = {}  # in order
         for part in parts:
             self._enter(part)
@@ -115,10 +115,9 @@ def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
         now = _Moment(now.written + written, now.fetched + moved - hits)
         for storage, part in _touched(kernel, touched_by):
             parts = seen[storage]
-            if len(parts) > (part in parts):
-                for inner in [each for each in _beside(part, parts) if each.share_of(part) == 1.0]:
-                    del parts[inner]
-            if len(parts) == FEW and type(parts) is dict:
+            for inner in [each for each in _beside(part, parts) if each.share_of(part) == 1.0]:
+                del parts[inner]
+            if len(parts) == FEW:
                 parts = seen[storage] = _Many(parts, cache)
             parts[part] = now
     return found
@@ -129,20 +128,14 @@ def _beside(part: _ByteRange, parts: _Seen) -> Iterable[_ByteRange]:
 
 
 def _found(
-    asked: Sequence[tuple[int, _ByteRange, int]], seen: Mapping[int, _Seen], still: Callable[[_Moment], float]
+    asked: Sequence[tuple[int, _ByteRange, int]], seen: defaultdict[int, _Seen], still: Callable[[_Moment], float]
 ) -> float:
     """How many bytes of these parts of storages are in the cache, where `still` is the share of what was seen at a
     moment that is still there."""
     hits = 0.0
     for storage, part, nbytes in asked:
-        parts = seen.get(storage)
-        if not parts:
-            continue
-        if len(parts) == 1 and part in parts:  # as of most tensors: the sum below, with less work
-            hits += nbytes * still(parts[part])
-        else:
-            beside = _beside(part, parts)
-            hits += nbytes * min(1.0, sum(part.share_of(other) * still(parts[other]) for other in beside))
+        parts = seen[storage]
+        hits += nbytes * min(1.0, sum(part.share_of(other) * still(parts[other]) for other in _beside(part, parts)))
     return hits
 
 
@@ -176,7 +169,7 @@ def _reads(kernel: Kernel) -> Sequence[tuple[int, _ByteRange, int]]:
     made: set[int] = set()
     for op in kernel.ops:
         for spec in op.call.inputs:
-            if 0 not in spec.shape and op.storages[spec.storage] not in made:
+            if op.storages[spec.storage] not in made:
                 parts.setdefault(op.storages[spec.storage], []).append(_extent(spec))
         made |= op.makes - parts.keys()
     around = {storage: own[0] if len(set(own)) == 1 else _around(own) for storage, own in parts.items()}

@@ -89,7 +89,9 @@ def _instead(report: Report, graph: Graph, fusible: _Fusible, change: str) -> Pr
         why += "; heads run one by one: priced is a call for each, one for all wins more"
     gradients = frozenset[int]().union(*(attention.gradients for attention in found))
     changed = without_attentions(graph, found, put_in, drops_masks=all(attention.is_causal for attention in found))
-    return proposal(report, graph, why, change, found, with_tensors(changed, _rows_innermost, gradients.__contains__))
+    return proposal(
+        report, graph, why, change, found, with_tensors(changed, _heads_side_by_side, gradients.__contains__)
+    )
 
 
 def without_attentions(
@@ -111,11 +113,17 @@ def proposal(
     return Proposal(why, change, priced(report, then), concerns, f"attention ×{len(found)}")
 
 
-def _rows_innermost(spec: TensorSpec, is_gradient: object) -> TensorSpec:
-    """The same gradients with a head's width innermost, as fused kernels write them."""
-    if not is_gradient or not is_dense(spec) or not spec.shape or spec.stride[-1] == 1:
+def _heads_side_by_side(spec: TensorSpec, is_gradient: object) -> TensorSpec:
+    """The same gradients as fused kernels write them: of each token all heads, with a head's width innermost."""
+    if not is_gradient or not is_dense(spec) or not spec.shape:
         return spec
-    return in_one_piece(spec, spec.shape)
+    if len(spec.shape) != 4:
+        return in_one_piece(spec, spec.shape)
+    outermost, heads, rows = sorted(range(3), key=lambda dim: (-spec.stride[dim], dim))
+    stride, step = [0] * 4, 1
+    for dim in (3, heads, rows, outermost):
+        stride[dim], step = step, step * spec.shape[dim]
+    return spec._replace(stride=tuple(stride))
 
 
 def _fused(graph: Graph, attention: FoundAttention, device: Hardware) -> dict[int, Op]:

@@ -44,13 +44,12 @@ def body_of(on_scores: Sequence[Op], queries: int, keys: int, device: Hardware, 
 
 
 def flexed(op: Op, call: FusedCall, body: FlexBody) -> Op:
-    """The kernel in the place of an op, forward or backward as that is. The results of the backward kernel are written
-    over q, k and v, which does not change the price."""
+    """The kernel in the place of an op, forward or backward as that is."""
     qkv, out, sums = call.qkv, call.out, call.sums
     read: tuple[TensorSpec, ...]
     made: tuple[TensorSpec, ...]
     if op.phase == "backward":
-        func, read, made = own_overloads.flex_attention_backward.default, (*qkv, out, sums, out), qkv
+        func, read, made = own_overloads.flex_attention_backward.default, (*qkv, out, sums, call.given), call.gradients
         settings: dict[str, Any] = {"grad_logsumexp": None, "blocks": (), "captured": (), "learned": ()}
     else:
         func, read, made = own_overloads.flex_attention.default, qkv, (out, sums)

@@ -34,7 +34,7 @@ _RESHAPES = (aten.expand, aten.view, aten._unsafe_view)
 _TRIANGLES = (aten.tril, aten.triu)
 _ADDITIONS = (aten.add, aten.add_)
 _COMPARISONS = (aten.le, aten.lt, aten.ge, aten.gt)
-_NOT_ON_SCORES = (*_PRODUCTS, *_SOFTMAX, *_COPIES, *_RESHAPES, aten._softmax_backward_data)
+_NOT_ON_SCORES = (*_PRODUCTS, *_SOFTMAX, *_COPIES, aten._softmax_backward_data)
 
 
 class FoundAttention(NamedTuple):
@@ -48,6 +48,7 @@ class FoundAttention(NamedTuple):
     on_scores: tuple[Op, ...]  # those, in both passes, that make scores of scores: what scales, masks or bends them
     qkv: Operands  # before what only prepares them
     result: int  # the storage that the program is given
+    given: TensorSpec | None  # the gradient of its result, before what only prepares it
     gradients: frozenset[int]  # storages that its backward pass gives to the program
     averages: frozenset[int]  # storages of the mean of the heads' probabilities, which nn.MultiheadAttention gives too
     is_causal: bool
@@ -81,7 +82,7 @@ def _is_softmax(graph: Graph, index: int) -> bool:
         return op.packet in _SOFTMAX
     out = op.outputs[0]
     readers = (graph.ops[place] for place in graph.readers(out.storage))
-    sums = (each for each in readers if each.packet is aten.sum and each.phase == op.phase)
+    sums = (each for each in readers if each.packet is aten.sum)
     return any(each.inputs[0].shape == out.shape and each.outputs[0].shape == (*out.shape[:-1], 1) for each in sums)
 
 
@@ -138,6 +139,7 @@ class _AroundSoftmax:
         gradients = {made for index, made in results.items() if index in backward}
         if steps != COPIES:  # what the math path does not finish keeps its layout
             gradients = {made for made in gradients if self._graph.maker(made) not in self.products}
+        given = (operands[index][0] for index in self.products if index in backward and self.makes_scores(index))
         q, k = operands[scoring][-2:]
         return FoundAttention(
             forward=tuple(sorted(self.ops.difference(backward))),
@@ -148,6 +150,7 @@ class _AroundSoftmax:
             on_scores=tuple(op for op in touching if self._is_on_scores(op)),
             qkv=(q, k, operands[mixing][-1]),
             result=results[mixing],
+            given=next(given, None),
             gradients=frozenset(gradients),
             averages=self._averages(touching),
             is_causal=not masks and self._has_causal_mask(touching),
@@ -211,9 +214,7 @@ class _AroundSoftmax:
         sums = (op for op in touching if op.packet in _ADDITIONS and op.phase != "backward")
         added = (spec for op in sums for spec in op.inputs if spec.storage not in self._of_scores)
         masks = tuple(
-            spec
-            for spec in added
-            if len(spec.shape) >= 2 and spec.shape[-1] == self.scores.shape[-1] and not self._is_causal_mask(spec)
+            spec for spec in added if spec.shape[-1:] == self.scores.shape[-1:] and not self._is_causal_mask(spec)
         )
         gradients = (op.inputs[0] for op in touching if self._sums_mask_gradient(op))
         return masks, next(gradients, None) if masks else None
@@ -222,7 +223,7 @@ class _AroundSoftmax:
         """Whether it sums the gradients that all sequences, or all heads, give to a mask that they share."""
         if op.phase != "backward" or op.packet is not aten.sum:
             return False
-        return op.inputs[0].shape[-2:] == op.outputs[0].shape[-2:] == self.scores.shape[-2:]
+        return op.outputs[0].shape[-2:] == self.scores.shape[-2:]
 
     def _has_causal_mask(self, touching: list[Op]) -> bool:
         given = (spec for op in touching for spec in op.inputs)
@@ -232,7 +233,7 @@ class _AroundSoftmax:
         """Whether it says for each pair of places in a square of scores whether one comes after the other: it was made
         of comparisons of places, or all sequences share it, which is assumed to be causal."""
         *_, queries, keys = self.scores.shape
-        if not queries == keys > 1 or spec.shape[-2:] != (queries, keys):
+        if queries != keys or spec.shape[-2:] != (queries, keys):
             return False
         return spec.distinct_elements == queries * keys or _compares_places(self._graph, spec.storage)
 

@@ -51,6 +51,8 @@ class FusedCall(NamedTuple):
     qkv: Operands  # [batch, heads, rows, width]
     out: TensorSpec
     sums: TensorSpec  # of each row's exponentials, for the backward pass
+    given: TensorSpec  # the gradient of the result
+    gradients: Operands  # of q, k and v, written over those that the program has no use for
     is_causal: bool
     dropout: float
     bias: Bias | None
@@ -60,19 +62,23 @@ def fused_call(
     attention: FoundAttention, qkv: Operands, dtype: torch.dtype, *, is_causal: bool, dropout: float, bias: Bias | None
 ) -> FusedCall:
     """The call in place of an attention, with a result of this type."""
-    (*heads, queries, _), device = qkv[0].shape, qkv[0].device
-    out = dense((*heads, queries, qkv[2].shape[-1]), dtype, device)._replace(storage=attention.result)
+    (*heads, queries, _), width, device = qkv[0].shape, qkv[2].shape[-1], qkv[0].device
+    out = dense((*heads, queries, width), dtype, device)._replace(storage=attention.result)
+    whole_rows = (queries * heads[1] * width, width, heads[1] * width, 1)  # heads beside one another, as kernels write
+    out = out._replace(stride=whole_rows)
     sums = dense((*heads, queries), torch.float32, device)
     sums = sums._replace(storage=attention.scores.storage)  # which no other op touches any more
-    return FusedCall(qkv, out, sums, is_causal, dropout, bias)
+    given, free = attention.given or out, iter(sorted(attention.gradients))
+    given = given if given.shape == out.shape else out._replace(storage=given.storage)
+    q, k, v = (spec._replace(storage=next(free, spec.storage)) for spec in qkv)
+    return FusedCall(qkv, out, sums, given, (q, k, v), is_causal, dropout, bias)
 
 
 def fused(op: Op, call: FusedCall, backend: str) -> Op:
     """The kernel in the place of an op, forward or backward as that is. Its tensors have the numbers that the trace
-    gives their storages. The results of the backward kernel are as large as q, k and v, and are written over them,
-    which does not change the price."""
-    is_backward, (qkv, out, sums, is_causal, dropout, bias) = op.phase == "backward", call
-    read, made = ((out, *qkv, out, sums), qkv) if is_backward else (qkv, (out, sums))
+    gives their storages."""
+    is_backward, (qkv, out, sums, given, gradients, is_causal, dropout, bias) = op.phase == "backward", call
+    read, made = ((given, *qkv, out, sums), gradients) if is_backward else (qkv, (out, sums))
     specs, results = read if bias is None else (*read, bias.spec), tuple[TensorSpec, ...](made)
     if is_backward and bias is not None and bias.gradient is not None:
         results += (bias.gradient,)

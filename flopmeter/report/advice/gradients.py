@@ -161,4 +161,5 @@ def _sum_of_two(trace: Trace, early: range, first: int) -> Op:
     """The addition of the gradients of two losses, where their passes part."""
     op = trace.ops[first]
     made = next((spec for spec in op.inputs if trace.storages[spec.storage].born in early), op.inputs[0])
-    return in_place_of(op, aten_overloads.add.Tensor, (made, made), {}, (made, made), (made,))
+    both = made, made._replace(storage=op.inputs[-1].storage)
+    return in_place_of(op, aten_overloads.add_.Tensor, both, {}, both, (made,))

@@ -39,10 +39,10 @@ class Graph:
         return all(place in ops for place in self.readers(storage))
 
     def made_only_for(self, gone: set[int], needed: set[int]) -> set[int]:
-        """Other ops whose results only the forward ones among these read, or only one another. They make nothing that
-        is needed, and make it of no weights."""
+        """Other ops whose results only these read, or only one another. They make nothing that is needed, and read no
+        weights."""
         known = set(gone)
-        todo = [index for index in gone if self.ops[index].phase != "backward"]
+        todo = list(gone)
         while todo:
             for number in self.ops[todo.pop()].reads - needed:
                 maker = self.maker(number)
@@ -57,4 +57,4 @@ class Graph:
         """Views of what these ops made, where nothing else reads that."""
         made = {number for index in gone for number in self.ops[index].storages if self.maker(number) in gone}
         left = {number for number in made - needed if self.is_read_only_by(number, gone)}
-        return {place for number in left for place in self.touching[number]} - gone
+        return {place for number in left for place in self.touching[number]}

@@ -41,7 +41,7 @@ def channels_last(report: Report, trace: Trace) -> Iterator[Proposal]:
     for index, spec in _given(trace, images):
         copies[index].append(_copy(trace.ops[index], spec, converted(spec, spec.shape)))
     for index, spec in _viewed(trace, images):
-        copies[index].append(_copy(trace.ops[index], converted(spec, spec.shape), spec, torch.contiguous_format))
+        copies[index].append(_copy(trace.ops[index], converted(spec, spec.shape), spec))
     yield Proposal(
         "images lie as NCHW; matrix units take NHWC, and copies turn them",
         "model.to(memory_format=torch.channels_last), and the images",
@@ -87,13 +87,10 @@ def _viewed(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
                 yield index, image
 
 
-def _copy(
-    op: Op, spec: TensorSpec, converted: TensorSpec, memory_format: torch.memory_format = torch.channels_last
-) -> Op:
-    """The copy that converts an image before an op. Its result has the image's place, which does not change the
-    price."""
-    options = {"memory_format": memory_format}
-    return in_place_of(op, aten_overloads.clone.default, (spec,), options, (spec,), (converted,))
+def _copy(op: Op, spec: TensorSpec, converted: TensorSpec) -> Op:
+    """The copy that converts an image before an op. Its result has the image's place."""
+    both = (converted, spec)
+    return in_place_of(op, aten_overloads.copy_.default, both, {}, both, (converted,))
 
 
 def _images(trace: Trace) -> dict[int, tuple[int, ...]]:

@@ -27,7 +27,7 @@ class _Places:
     """Ops that go, in whose places others stand, one after the other."""
 
     def __init__(self, ops: Sequence[Op], free: Iterable[int]) -> None:
-        self._left = [(index, ops[index]) for index in free if ops[index].outputs]
+        self._left = [(index, ops[index]) for index in free if ops[index].makes - ops[index].reads]
         self.taken: dict[int, Op] = {}
 
     def made(self, func: OpOverload, read: tuple[TensorSpec, ...], shape: tuple[int, ...], *rest: Any) -> TensorSpec:
