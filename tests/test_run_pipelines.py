@@ -104,6 +104,31 @@ def test_where_rank_0_ends_first_a_note_says_how_long_all_take(tmp_path: Path, c
     assert f"until all ranks have ended a step takes {1e3 * later:.2f}" in note
 
 
+KEEPS = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("nccl")
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.empty(1, device="cuda"))])
+results = []
+for _ in range(6):
+    x = torch.zeros(2**30, device="cuda")
+    if dist.get_rank() == 0:
+        results.append(x.relu())
+        dist.send(results[-1][:8], 1)
+    else:
+        dist.recv(x[:8], 0)
+    optimizer.step()
+"""
+
+
+def test_memory_that_grows_is_told_of_a_script_whose_ranks_run_together_too(tmp_path: Path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(KEEPS)
+    assert main(["run", "--hardware", "h100-sxm5-80gb", "--gpus", "2", str(script)]) == 0
+    first_lines = capsys.readouterr().err.split("where to win")[0]
+    assert "each step leaves 4.29 GB in memory that no later one frees" in first_lines
+
+
 def test_ranks_beyond_the_most_that_run_are_named_as_ready(monkeypatch, capsys):
     monkeypatch.setattr(ranks, "MOST_RANKS", 2)
     report = reported(["--gpus", str(RANKS), BY_HAND, "GPipe"], capsys)

@@ -101,7 +101,8 @@ def report_of(runs: Mapping[int, RanAsRank], program: str) -> RunReport:
     if pipeline.seconds > ENDS_LATER * together[0].seconds:
         notes.append(f"rank 0 ends first: until all ranks have ended a step takes {duration(pipeline.seconds)}")
     notes += [ALONE, *session.own_notes()]
-    step = replace(together[0], notes=tuple(notes), assumptions=tuple(assumed))
+    caution = report.step.caution  # about rank 0: memory that grows, data that are loaded too slowly
+    step = replace(together[0], notes=tuple(notes), assumptions=tuple(assumed), caution=caution)
     by_part = {name: step if part is report.step else part for name, part in report.by_part.items()}
     return replace(report, step=step, by_part=by_part, pipeline=pipeline)
 
