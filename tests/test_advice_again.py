@@ -270,3 +270,29 @@ def test_what_follows_from_another_element_of_a_table_in_each_step_is_not_comput
         report = device.report()
     assert report.parts.steady is not None
     assert not told(report.step)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_averages_that_a_batch_norm_updates_are_others_in_each_step(training: bool):
+    """An exponential moving average of a whole state: what the model holds is multiplied anew in each step. Averages
+    that evaluation leaves as they are could be multiplied once."""
+    width = 1 << 14
+    with torch.device("meta"):
+        norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(20)).train(training)
+        averages = [torch.zeros(width) for _ in range(40)]
+        weight = nn.Parameter(torch.zeros(width))
+    optimizer = torch.optim.SGD([weight])
+
+    def step() -> None:
+        x = torch.empty(8, width) * weight
+        for norm in norms:
+            x = norm(x)
+        x.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            statistics = [each for norm in norms for each in (norm.running_mean, norm.running_var)]
+            for average, now in zip(averages, statistics, strict=True):
+                average.mul_(0.999).add_(now * 0.001)
+
+    assert bool(told(last_of(step))) == (not training)

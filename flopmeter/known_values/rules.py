@@ -19,6 +19,7 @@ from flopmeter.known_values.indexing import GATHERS, index, index_copy, index_pu
 from flopmeter.known_values.lengths import arguments_with_lengths, with_lengths
 from flopmeter.known_values.replay import Handler, Invocation, Knowledge
 from flopmeter.known_values.values import address, is_discrete, is_weight, no_modes, spans_storage
+from flopmeter.records.ops import AVERAGES
 from flopmeter.records.sparse_layouts import COMPRESSED, pointers_and_indices
 from flopmeter.torch_names.operators import NAMESPACES_OF_TORCH, of_tensors
 from flopmeter.torch_names.operators import aten_overloads as aten
@@ -62,7 +63,7 @@ def rule_of(func: Any, assumptions: Assumptions) -> ValueRule:
 def _is_written(argument: Any) -> bool:
     """Whether the op writes to it. Batch norms write to running statistics, which most of their schemas conceal."""
     marked = argument.alias_info is not None and argument.alias_info.is_write
-    return marked or argument.name in ("running_mean", "running_var")
+    return marked or argument.name in AVERAGES
 
 
 def factory(known: Knowledge, call: Invocation) -> Any:

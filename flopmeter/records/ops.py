@@ -17,6 +17,8 @@ from flopmeter.records.tensors import TensorSpec
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 _NO_ARGUMENT = object()
 
+AVERAGES = ("running_mean", "running_var")  # arguments of batch norms
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
@@ -28,7 +30,7 @@ class Call:
     inputs: tuple[TensorSpec, ...]  # every tensor argument in order, duplicates kept
     outputs: tuple[TensorSpec, ...]
     # Lengths that are data, if they are known: those of the groups of a grouped matmul; the queries, then the keys, of
-    # each sequence that attention takes packed; how much the masks of an index select.
+    # each sequence that attention takes packed.
     groups: tuple[int, ...] | None = None
     body: FlexBody | TritonBody | OpsBody | None = None  # of a kernel, or an op, that belongs to this program
 
@@ -100,9 +102,12 @@ class Op(NamedTuple):
 
     @property
     def written(self) -> tuple[TensorSpec, ...]:
-        """The tensors that it writes in place."""
-        arguments = self.call.func._schema.arguments
-        given = (self.call.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write)
+        """The tensors that it writes in place: batch norms in training also those averages that schemas conceal."""
+        call, arguments = self.call, self.call.func._schema.arguments
+        names = [each.name for each in arguments if each.alias_info and each.alias_info.is_write]
+        if call.get(AVERAGES[0]) and call.get("training", not call.name.endswith("backward")):
+            names += AVERAGES
+        given = map(call.get, names)
         lists = ((value,) if isinstance(value, TensorSpec) else value or () for value in given)
         return tuple(spec._replace(storage=self.storages[spec.storage]) for specs in lists for spec in specs)
 
