@@ -1,8 +1,10 @@
 """What CUDA runs, but meta does not, where a program subscripts tensors or makes them of numbers."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -216,11 +218,14 @@ def test_a_tensor_made_of_numbers_is_sent_to_the_device_and_waited_for():
     assert meter.report().ran.inputs == ()
 
 
-def test_the_advice_for_a_number_in_the_loop_is_to_make_it_on_the_device():
+@pytest.mark.parametrize(
+    "made", [lambda step: torch.tensor(0.5 * step, device="meta"), lambda step: torch.full((), step).to("meta")]
+)
+def test_the_advice_for_numbers_in_the_loop_is_to_make_them_on_the_device(made: Callable[[int], Tensor]):
     with FlopMeter(hardware=H100) as meter:
         x = torch.zeros(1 << 22, device="meta")
         for step in range(8):
-            x = torch.relu(x * torch.tensor(0.5 * step, device="meta"))
+            x = torch.relu(x * made(step))
     advice = str(meter.report())
     assert "made on the device (torch.full, torch.where), or moved there once, outside of the loop" in advice
     assert "pin_memory" not in advice
@@ -286,3 +291,10 @@ def test_the_advice_where_the_host_waits_for_a_mask_is_worth_what_the_mended_pro
     assert "4 times" in advice.why
     assert advice.run_seconds_then == pytest.approx(mended.seconds, rel=0.03)
     assert mended.seconds < 0.97 * report.seconds
+
+
+def test_an_array_of_numpy_is_sent_once():
+    array = numpy.zeros((4, 3), numpy.float32)
+    for make in (torch.tensor, torch.as_tensor, torch.asarray):
+        ran, _ = recorded(functools.partial(lambda make, x: make(array, device="meta"), make))
+        assert ran == ["aten._to_copy.default"]

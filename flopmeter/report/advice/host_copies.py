@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import torch
+
 from flopmeter.records import Kernel, Op, Trace
 from flopmeter.report.advice.remedies import Proposal, priced, remedy, room_for, with_other_ops
 from flopmeter.report.advice.rewrite import with_ops
@@ -39,7 +41,9 @@ def blocking_copies(report: Report, trace: Trace) -> Iterator[Proposal]:
     outside = [kernel for kernel in copies if not kernel.op.module]
     numbers = [kernel for kernel in outside if _is_of_numbers(kernel.op, trace)]
     batches = [kernel for kernel in outside if kernel not in numbers]
-    yield from _not_waiting(report, trace, batches, "DataLoader(pin_memory=True) and .to(device, non_blocking=True)")
+    yield from _not_waiting(
+        report, trace, batches, "DataLoader(pin_memory=True) or .pin_memory(), and .to(device, non_blocking=True)"
+    )
     yield from _not_waiting(
         report, trace, numbers, "made on the device (torch.full, torch.where), or moved there once, outside of the loop"
     )
@@ -90,8 +94,14 @@ def _is_blocking_copy(kernel: Kernel, device: str) -> bool:
 
 
 def _is_of_numbers(op: Op, trace: Trace) -> bool:
+    """Whether what is sent was made of numbers of Python, or by torch.zeros, torch.arange and their kin."""
     source, _ = ends_of(op)
-    return source is not None and trace.storages[source[1]].is_of_numbers
+    if source is None:
+        return False
+    storage = trace.storages[source[1]]
+    maker = trace.ops[storage.born].call if 0 <= storage.born < len(trace.ops) else None
+    is_random = maker is not None and torch.Tag.nondeterministic_seeded in maker.func.tags
+    return storage.is_of_numbers or (maker is not None and not maker.inputs and not is_random)
 
 
 def _without_waiting(op: Op) -> Op:
