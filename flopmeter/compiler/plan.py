@@ -170,7 +170,8 @@ class _Planner:
         again, inner = reads_again(node, rows * reduced, self._sizes), is_inner(node)
         run = instructions(node, reduced, self._sizes, is_inner=inner)
         loops = (max(reduced, 1), rows, inner, again, run)
-        kernel = CompiledKernel(name, kind, reads, writes, origins, self._lowered.bytes_of[node], *loops)
+        cached_bytes = self._regions.cached_bytes(node)
+        kernel = CompiledKernel(name, kind, reads, writes, origins, self._lowered.bytes_of[node], *loops, cached_bytes)
         read, written = map(_specs, (reads, writes))
         call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)
         return call, tuple(numbers), kernel

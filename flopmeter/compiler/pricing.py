@@ -42,6 +42,7 @@ def fused(call: Call) -> Cost:
             grid_of(kernel.rows, kernel.reduced, is_inner=kernel.is_inner, loads=len(kernel.reads)),
             sum(origin.random_numbers for origin in kernel.origins),
             kernel.instructions,
+            kernel.cached_bytes,
             reduces=kernel.reduced > 1,
         ),
     )

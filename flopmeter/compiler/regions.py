@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flopmeter.costs.fused import bytes_added
 from flopmeter.known_values import DataDependentError
 from flopmeter.torch_names import compiler as names
 
@@ -56,6 +57,20 @@ class Regions:
             reads += [(dep, steps, indices) for dep in self._read(part) if dep.name not in inside]
             writes += [(dep, steps, indices) for dep in part.read_writes.writes if dep.name in kept]
         return self._bytes(reads), self._bytes(writes)
+
+    def cached_bytes(self, node: Any) -> int:
+        """What the L2 cache gives and takes beyond those bytes: where lookups name elements again, and where threads
+        add to elements atomically."""
+        found = 0
+        for part in node.get_nodes():
+            steps = self._steps(part)
+            found += sum(
+                max(0, steps - self._whole(dep.name)) * self._item_bytes(dep.name)
+                for dep in part.read_writes.reads
+                if isinstance(dep, names.MEMORY_DEP.value) and looks_up(dep)
+            )
+            found += sum(bytes_added(steps) for dep in part.read_writes.writes if dep.mode == "atomic_add")
+        return found
 
     def _steps(self, node: Any) -> int:
         """The number of iterations of all loops of the node; 1 where it has none."""

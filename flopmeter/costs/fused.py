@@ -9,8 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import ceil
 
+from flopmeter.costs.atomics import WORD_BYTES
 from flopmeter.costs.index_arithmetic import RANDOM_OPERATIONS
-from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION, Reread, ThreadGrid, VectorWork
+from flopmeter.costs.scatter import SECTOR_BYTES
+from flopmeter.records import (
+    CONTRACTION,
+    ELEMENTWISE,
+    NORMALIZATION,
+    REDUCTION,
+    Reread,
+    Scatter,
+    ThreadGrid,
+    VectorWork,
+)
 from flopmeter.records.powers_of_two import power_of_two_from
 
 MOST_NAMES = 6  # of ops, in a kernel's name
@@ -33,11 +44,27 @@ _RANDOM_OPERATIONS = 4 * RANDOM_OPERATIONS
 
 
 def vector_work(
-    rereads: tuple[Reread, ...], grid: ThreadGrid | None, random_numbers: int, instructions: int, *, reduces: bool
+    rereads: tuple[Reread, ...],
+    grid: ThreadGrid | None,
+    random_numbers: int,
+    instructions: int,
+    cached_bytes: int,
+    *,
+    reduces: bool,
 ) -> VectorWork:
-    """The work of a kernel besides FLOPs and traffic. Addresses take none: sizes are constants in the kernel."""
+    """The work of a kernel besides FLOPs and traffic. Addresses take none: sizes are constants in the kernel.
+    `cached_bytes`: what the L2 cache gives and takes beyond the kernel's reads and writes."""
     drawn = _RANDOM_OPERATIONS * random_numbers
-    return VectorWork(rereads, drawn, grid, random_numbers=random_numbers, instructions=instructions, reduces=reduces)
+    apart = Scatter(requests=ceil(cached_bytes / SECTOR_BYTES))
+    return VectorWork(
+        rereads, drawn, grid, apart, random_numbers=random_numbers, instructions=instructions, reduces=reduces
+    )
+
+
+def bytes_added(elements: int) -> int:
+    """What the L2 cache reads and writes for so many atomic additions, of numbers of 32 bits that lie side by side in
+    rows of a sector or more (costs/atomics.py)."""
+    return 2 * WORD_BYTES * elements
 
 
 def name_of(ops: Iterable[str]) -> str:

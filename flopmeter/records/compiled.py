@@ -55,6 +55,7 @@ class CompiledKernel:
     is_inner: bool = False  # they combine neighbours in memory
     reads_again: bool = False  # what follows them reads what they have read
     instructions: int = 0  # of all its threads
+    cached_bytes: int = 0  # of the L2 cache beyond `reads` and `writes`: looked up again, or added to atomically
 
     @property
     def bytes_read(self) -> int:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import ceil
 
-from flopmeter.costs.fused import flops_of, grid_of, is_held, name_of, slowest_class, vector_work, walk_of
+from flopmeter.costs.fused import bytes_added, flops_of, grid_of, is_held, name_of, slowest_class, vector_work, walk_of
 from flopmeter.costs.instructions import OF_REDUCTIONS, of_eager_op
 from flopmeter.launch.fusion.parts import Part
 from flopmeter.launch.fusion.roles import Loops, splits_of
-from flopmeter.records import Cost, Kernel, MatmulWork, Region, Reread, ThreadGrid, VectorWork
+from flopmeter.records import INDEXING, Cost, Kernel, MatmulWork, Region, Reread, ThreadGrid, VectorWork
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.torch_names.operators import aten
 
@@ -77,9 +77,16 @@ def _fused_cost(
             grid,
             random_numbers,
             _instructions(parts, loops, is_softmax=is_softmax) + accesses,
+            sum(map(_cached_bytes, parts)),
             reduces=loops is not None,
         ),
     )
+
+
+def _cached_bytes(part: Cost) -> int:
+    """What the L2 cache gives and takes for it besides: elements that are looked up again, and atomic additions."""
+    looked_up = part.bytes_written - part.reads[0].nbytes if part.access in ("gather", "rows") and part.reads else 0
+    return max(0, looked_up) + bytes_added(dict(part.flops_by_class).get(INDEXING, 0))
 
 
 def _instructions(parts: tuple[Cost, ...], loops: Loops | None, *, is_softmax: bool) -> int:
