@@ -123,11 +123,12 @@ class _AroundSoftmax:
         return self._made_of_products(found)
 
     def _made_of_products(self, storages: set[int]) -> set[int]:
-        """Those of the storages that matmuls make, and what is made of them: not a mask that is as large."""
+        """Those of the storages that matmuls make, and what is made of them: not a mask that is as large. (A backward
+        pass makes none.)"""
         made = set[int]()
         for index in sorted({place for number in storages for place in self._graph.touching[number]}):
             op = self._graph.ops[index]
-            if op.packet in _PRODUCTS or not made.isdisjoint(op.reads):
+            if op.packet in _PRODUCTS or op.phase == "backward" or not made.isdisjoint(op.reads):
                 made |= op.makes & storages
         return made
 
