@@ -122,6 +122,12 @@ def windows(q, k, v, mask) -> torch.Tensor:
     return (scores.flatten(0, 1).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
+def padded_in_place(q, k, v) -> torch.Tensor:
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    weights = (q @ k.transpose(-2, -1)).masked_fill_(PADDED, float("-inf")).softmax(-1)
+    return (weights @ v).transpose(1, 2).flatten(2)
+
+
 def hidden_and_padded(q, k, v, *, biases=()) -> torch.Tensor:
     """Both masks fill the scores, one after the other."""
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
@@ -176,6 +182,7 @@ CASES = {
         lambda: windows(*WINDOWS, OF_WINDOWS),
         lambda: by_sdpa(*WINDOWS, OF_WINDOWS.expand(4, 2, 1, 64, 64).reshape(8, 1, 64, 64)),
     ),
+    "padding that is filled in place": (lambda: padded_in_place(*QKV), lambda: by_sdpa(*QKV, PADDED)),
     "a causal mask and one of padding": (
         lambda: hidden_and_padded(*QKV),
         lambda: hidden_and_padded_by_sdpa(*QKV),

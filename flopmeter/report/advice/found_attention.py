@@ -19,7 +19,7 @@ import torch
 from flopmeter.costs.access import HALVES
 from flopmeter.records import Op, TensorSpec
 from flopmeter.report.advice.graph import Graph
-from flopmeter.report.advice.rewrite import is_dense, makes_no_storage
+from flopmeter.report.advice.rewrite import is_dense, is_view
 from flopmeter.torch_names.operators import aten
 
 Operands = tuple[TensorSpec, TensorSpec, TensorSpec]
@@ -106,7 +106,7 @@ class _AroundSoftmax:
         self._graph, self.scores = graph, graph.ops[softmax].inputs[0]
         self._of_scores = self._storages_of_scores(graph.ops[softmax])
         touching = (index for number in self._of_scores for index in graph.touching[number])
-        self.ops = {index for index in touching if not makes_no_storage(graph.ops[index])}
+        self.ops = {index for index in touching if not is_view(graph.ops[index])}
         self.products = [index for index in sorted(self.ops) if graph.ops[index].packet in _PRODUCTS]
 
     def _storages_of_scores(self, softmax: Op) -> set[int]:
