@@ -122,6 +122,38 @@ def windows(q, k, v, mask) -> torch.Tensor:
     return (scores.flatten(0, 1).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
+def padded_in_place(q, k, v) -> torch.Tensor:
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    weights = (q @ k.transpose(-2, -1)).masked_fill_(PADDED, float("-inf")).softmax(-1)
+    return (weights @ v).transpose(1, 2).flatten(2)
+
+
+def hidden_and_padded(q, k, v, *, biases=()) -> torch.Tensor:
+    """Both masks fill the scores, one after the other."""
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    scores = q @ k.transpose(-2, -1)
+    for bias in biases:
+        scores = scores + bias
+    for mask in (HIDDEN, PADDED):
+        scores = scores.masked_fill(mask, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def hidden_and_padded_by_sdpa(*qkv, biases=()) -> torch.Tensor:
+    """(Whether a truth says to hide or to show costs the same.)"""
+    mask = HIDDEN & PADDED
+    for bias in biases:
+        mask = bias.masked_fill(mask, float("-inf"))
+    q, k, v = (each.transpose(1, 2) for each in qkv)
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=1.0).transpose(1, 2).flatten(2)
+
+
+def bias_of_all(attend, x, q, k, v) -> torch.Tensor:
+    """A bias that is as large as the scores, made in the step."""
+    return attend(q, k, v, torch.outer(x, x).expand(2, 4, 256, 256).clone())
+
+
+PADDED = tensor(2, 1, 1, 256, dtype=torch.bool, trained=False)
 HIDDEN = tensor(256, 256, dtype=torch.bool, trained=False)
 WINDOWS = [tensor(8, 64, 4, 64) for _ in range(3)]
 OF_WINDOWS = tensor(1, 2, 1, 64, 64, trained=False)
@@ -149,6 +181,19 @@ CASES = {
     "windows": (
         lambda: windows(*WINDOWS, OF_WINDOWS),
         lambda: by_sdpa(*WINDOWS, OF_WINDOWS.expand(4, 2, 1, 64, 64).reshape(8, 1, 64, 64)),
+    ),
+    "padding that is filled in place": (lambda: padded_in_place(*QKV), lambda: by_sdpa(*QKV, PADDED)),
+    "a causal mask and one of padding": (
+        lambda: hidden_and_padded(*QKV),
+        lambda: hidden_and_padded_by_sdpa(*QKV),
+    ),
+    "a causal mask and one of padding beside a bias": (
+        lambda: hidden_and_padded(*QKV, biases=BIASES[:1]),
+        lambda: hidden_and_padded_by_sdpa(*QKV, biases=BIASES[:1]),
+    ),
+    "a bias as large as the scores": (
+        lambda: bias_of_all(written_out, OF_KEYS, *QKV),
+        lambda: bias_of_all(by_sdpa, OF_KEYS, *QKV),
     ),
     "plain": (lambda: written_out(*QKV), lambda: by_sdpa(*QKV)),
     "as many tokens as wide": (lambda: written_out(*SQUARE), lambda: by_sdpa(*SQUARE)),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from faults import FAULTS
+from torch import nn
 
+from flopmeter import FlopMeter
 from flopmeter.report.advice.remedies import REMEDIES, trace_of
+from flopmeter.report.advice.tables import dense_gradients_of_embeddings
 
 # What differs elsewhere is small: advice leaves the type of a norm's statistics, layouts of gradients and the like.
 SAME_BYTES = (
@@ -13,6 +17,7 @@ SAME_BYTES = (
     "a one-hot product", "scores of all tokens", "a cache grown by cat", "an LSTM called for each step",
     "a GRU called for each step", "a mask for is_causal", "gradients filled with zeros", "eager attention",
     "vocabulary of 50257", "sync in the loop", "recompute without need", "unpinned copies", "NCHW under AMP",
+    "dense gradient of a table",
 )  # fmt: skip
 SAME_FLOPS = ("casts around norms", "fp32 by accident", "tiny batch", "no fused optimizer")
 SAME_ON_THE_HOST = (
@@ -52,3 +57,19 @@ def test_the_change_that_is_priced_runs_the_kernels_of_the_mended_program(name):
 @pytest.mark.parametrize("name", ["a backward pass for each loss", "NCHW under AMP", "recompute without need"])
 def test_the_change_that_is_priced_takes_as_long_as_the_mended_program(name):
     assert told_of(FAULTS[name]).seconds == pytest.approx(FAULTS[name].report(is_mended=True).seconds, rel=1e-3)
+
+
+def test_rows_of_a_table_are_added_to_it_as_by_sgd_with_sparse_gradients():
+    def report(*, is_sparse):
+        with torch.device("meta"):
+            table, tail = nn.Embedding(2_000_000, 64, sparse=is_sparse), nn.Linear(64, 1)
+            words = torch.empty(4096, 10, dtype=torch.long)
+        optimizer = torch.optim.SGD([*table.parameters(), *tail.parameters()], lr=0.1)
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            tail(table(words)).sum().backward()
+            optimizer.step()
+        return meter.report()
+
+    dense, mended = report(is_sparse=False), report(is_sparse=True)
+    (told,) = dense_gradients_of_embeddings(dense, trace_of(dense))
+    assert kernels_in(told.then) == kernels_in(mended)

@@ -13,7 +13,7 @@ import torch
 
 from flopmeter.as_cuda.autocast import FP32, FP32_SET_DTYPE, LOWER_PRECISION
 from flopmeter.records import Op, Storage, TensorSpec, Trace
-from flopmeter.report.advice.rewrite import are_in_torch, in_place_of, rebuilt, with_ops
+from flopmeter.report.advice.rewrite import are_in_torch, in_place_of, rebuilt, statistics_of, with_ops
 from flopmeter.torch_names.operators import aten_overloads
 
 Policy = Literal["narrow", "wide", "sums", "follow"]
@@ -52,7 +52,15 @@ class _UnderAutocast:
         self._narrow = set[int]()
         self._casts = dict[int, int]()  # of a storage that the forward pass cast: where
         self._gradients = set[int]()  # what the backward pass made
+        self._statistics = set[int]().union(*map(statistics_of, trace.ops))
+        self._of_leaves = {
+            number
+            for each in trace.accumulations
+            if trace.storages[each.leaf].role == "parameters"
+            for number in trace.ops[each.op].storages
+        }
         self._was_narrow = dict[int, bool]()  # of what an op of the forward pass made: whether its tensor was
+        self._was_narrow_for = dict[tuple[str, int], bool]()  # the same of all that an op of this name touched
         self._of_wide_input = set[int]()  # weights of products whose input was cast as well
 
     def follow(self, index: int, op: Op) -> Op:
@@ -84,11 +92,15 @@ class _UnderAutocast:
 
     def _tensor_was_narrow(self, op: Op) -> bool | None:
         """Whether what was kept for an op of the backward pass was narrow; None where nothing was kept."""
-        kept = [self._was_narrow[spec.storage] for spec in op.inputs if spec.storage in self._was_narrow]
+        own = [(_base(op), spec.storage) for spec in op.inputs]
+        kept = [self._was_narrow_for[each] for each in own if each in self._was_narrow_for]
+        kept = kept or [self._was_narrow[spec.storage] for spec in op.inputs if spec.storage in self._was_narrow]
         return any(kept) if kept and op.phase == "backward" else None
 
     def _type_read(self, policy: Policy, spec: TensorSpec, was_narrow: bool | None) -> torch.dtype:
         now = self.dtype if spec.storage in self._narrow else WIDE
+        if spec.storage in self._statistics:
+            return WIDE
         if policy in ("narrow", "wide"):
             return self.dtype if policy == "narrow" else WIDE
         if spec.storage in self._gradients and was_narrow is not None:
@@ -117,12 +129,14 @@ class _UnderAutocast:
                 return {spec.storage for spec in op.outputs if spec.shape == op.inputs[0].shape}
             is_mixed = any(spec.shape and spec.storage not in self._narrow for spec in read)
             return op.makes if was_narrow or (narrow and not is_mixed) else set()
-        return op.makes if policy == "narrow" else set()
+        return op.makes - self._statistics if policy == "narrow" else set()
 
     def _note(self, policy: Policy, op: Op, read: list[TensorSpec], results: set[int]) -> None:
         """What the backward pass has to know of an op of the forward pass."""
         is_narrow = bool(results) or (policy == "wide" and any(spec.storage in self._narrow for spec in read))
         self._was_narrow |= {spec.storage: is_narrow for spec in op.outputs if spec.storage not in op.reads}
+        if policy == "wide" and op.call.body is None:
+            self._was_narrow_for |= {(_base(op), number): is_narrow for number in op.reads | op.makes}
         weights = {spec.storage for spec in read if self._is_weight(spec.storage)}
         if policy == "narrow" and any(spec.storage not in self._narrow | weights for spec in read):
             self._of_wide_input |= weights
@@ -142,7 +156,7 @@ class _UnderAutocast:
         return self.storages[number].role == "parameters"
 
     def _is_gradient(self, number: int) -> bool:
-        return self.storages[number].role == "gradients"
+        return number in self._of_leaves or self.storages[number].role == "gradients"
 
     def _cast(self, before: int, op: Op, spec: TensorSpec, dtype: torch.dtype) -> int:
         """Put a cast for an op before the op of that index. Returns the storage of its result, which is its own."""
@@ -160,13 +174,18 @@ def policy_of(op: Op) -> Policy:
     and keep them."""
     if op.call.body is not None:
         return "wide"
-    func = op.call.func
-    name = func._schema.name.partition("::")[2]
-    base = name.removesuffix("_data").removesuffix("_backward").removesuffix("_forward")
-    base = base.removeprefix("native_").removeprefix("_fused_")
-    full = f"{name}.{func._schema.overload_name}"
+    name, base = op.call.name, _base(op)
+    full = f"{name}.{op.call.func._schema.overload_name}".removesuffix(
+        "."
+    )  # the default overload is listed by its name alone
     if {name, base, full} & _LOWER or name.startswith("_scaled_dot_product"):
         return "narrow"
     if {name, base, full} & _FP32:
         return "wide"
     return "sums" if full in FP32_SET_DTYPE and op.phase != "backward" else "follow"
+
+
+def _base(op: Op) -> str:
+    """The name that autocast lists, which the op has parts added to, forward or backward."""
+    base = op.call.name.removesuffix("_data").removesuffix("_backward").removesuffix("_forward")
+    return base.removeprefix("native_").removeprefix("_fused_")

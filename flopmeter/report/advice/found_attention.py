@@ -19,7 +19,7 @@ import torch
 from flopmeter.costs.access import HALVES
 from flopmeter.records import Op, TensorSpec
 from flopmeter.report.advice.graph import Graph
-from flopmeter.report.advice.rewrite import is_dense, makes_no_storage
+from flopmeter.report.advice.rewrite import is_dense, is_view
 from flopmeter.torch_names.operators import aten
 
 Operands = tuple[TensorSpec, TensorSpec, TensorSpec]
@@ -33,6 +33,7 @@ _COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.contiguous)
 _RESHAPES = (aten.expand, aten.view, aten._unsafe_view)
 _TRIANGLES = (aten.tril, aten.triu)
 _ADDITIONS = (aten.add, aten.add_)
+_FILLS = (aten.masked_fill, aten.masked_fill_, aten.where)
 _COMPARISONS = (aten.le, aten.lt, aten.ge, aten.gt)
 _NOT_ON_SCORES = (*_PRODUCTS, *_SOFTMAX, *_COPIES, aten._softmax_backward_data)
 
@@ -53,7 +54,7 @@ class FoundAttention(NamedTuple):
     averages: frozenset[int]  # storages of the mean of the heads' probabilities, which nn.MultiheadAttention gives too
     is_causal: bool
     dropout: float
-    masks: tuple[TensorSpec, ...]  # added to the scores, as the program has them; a causal one is none of them
+    masks: tuple[TensorSpec, ...]  # on the scores, as the program has them; none if all are causal
     mask_gradient: TensorSpec | None  # of the scores' size: what the sum that gives a mask its gradient reads
 
     @property
@@ -105,7 +106,7 @@ class _AroundSoftmax:
         self._graph, self.scores = graph, graph.ops[softmax].inputs[0]
         self._of_scores = self._storages_of_scores(graph.ops[softmax])
         touching = (index for number in self._of_scores for index in graph.touching[number])
-        self.ops = {index for index in touching if not makes_no_storage(graph.ops[index])}
+        self.ops = {index for index in touching if not is_view(graph.ops[index])}
         self.products = [index for index in sorted(self.ops) if graph.ops[index].packet in _PRODUCTS]
 
     def _storages_of_scores(self, softmax: Op) -> set[int]:
@@ -119,7 +120,17 @@ class _AroundSoftmax:
                 if is_alike and spec.storage not in found and self._graph.maker(spec.storage) is not None:
                     found.add(spec.storage)
                     todo.append(spec.storage)
-        return found
+        return self._made_of_products(found)
+
+    def _made_of_products(self, storages: set[int]) -> set[int]:
+        """Those of the storages that matmuls make, and what is made of them: not a mask that is as large. (A backward
+        pass makes none.)"""
+        made = set[int]()
+        for index in sorted({place for number in storages for place in self._graph.touching[number]}):
+            op = self._graph.ops[index]
+            if op.packet in _PRODUCTS or op.phase == "backward" or not made.isdisjoint(op.reads):
+                made |= op.makes & storages
+        return made
 
     def makes_scores(self, product: int) -> bool:
         return not self._of_scores.isdisjoint(self._graph.ops[product].makes)
@@ -209,15 +220,19 @@ class _AroundSoftmax:
         return frozenset(spec.storage for spec in made if spec.shape[-2:] == self.scores.shape[-2:])
 
     def _masks(self, touching: list[Op]) -> tuple[tuple[TensorSpec, ...], TensorSpec | None]:
-        """What is added to the scores and is no causal mask (SDPA takes it as its mask), and what the sum that gives it
-        its gradient reads."""
-        sums = (op for op in touching if op.packet in _ADDITIONS and op.phase != "backward")
-        added = (spec for op in sums for spec in op.inputs if spec.storage not in self._of_scores)
-        masks = tuple(
-            spec for spec in added if spec.shape[-1:] == self.scores.shape[-1:] and not self._is_causal_mask(spec)
+        """What is added to the scores and what says where they are filled, which SDPA takes as its mask, and what the
+        sum that gives it its gradient reads. A causal one is among them beside others alone: SDPA takes either."""
+        ops = (op for op in touching if op.packet in (*_ADDITIONS, *_FILLS) and op.phase != "backward")
+        given = ((op, spec) for op in ops for spec in op.inputs if spec.storage not in self._of_scores)
+        masks = dict.fromkeys(
+            spec
+            for op, spec in given
+            if spec.shape[-1:] == self.scores.shape[-1:] and (op.packet in _ADDITIONS or spec.dtype is torch.bool)
         )
+        if all(map(self._is_causal_mask, masks)):
+            return (), None
         gradients = (op.inputs[0] for op in touching if self._sums_mask_gradient(op))
-        return masks, next(gradients, None) if masks else None
+        return tuple(masks), next(gradients, None)
 
     def _sums_mask_gradient(self, op: Op) -> bool:
         """Whether it sums the gradients that all sequences, or all heads, give to a mask that they share."""

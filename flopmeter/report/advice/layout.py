@@ -4,20 +4,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
+from math import prod
 
 import torch
 
 from flopmeter.records import ConvolutionWork, Op, TensorSpec, Trace
 from flopmeter.records.memory_format import dense_strides, is_dense
+from flopmeter.report.advice.copies import Whereabouts
 from flopmeter.report.advice.remedies import Proposal, priced, remedy
 from flopmeter.report.advice.rewrite import in_place_of, is_view, with_ops, with_tensors
 from flopmeter.report.report import Report
-from flopmeter.torch_names.operators import aten_overloads
+from flopmeter.torch_names.dispatcher import running_version
+from flopmeter.torch_names.operators import aten, aten_overloads
+
+# Of the gradient and what was kept, they give the latter to TensorIterator first (ATen/native/Activation.cpp).
+_LIE_AS_LAST = (
+    aten.threshold_backward, aten.leaky_relu_backward, aten.hardtanh_backward, aten.hardsigmoid_backward,
+    aten.hardswish_backward, aten.softplus_backward,
+)  # fmt: skip
+_GROUP_NORMS = (aten.native_group_norm, aten.native_group_norm_backward)
+GROUP_NORM_COPIES = running_version() < (2, 15)  # its input, where that is in NHWC (ATen/native/group_norm.cpp)
 
 
 @remedy
 def channels_last(report: Report, trace: Trace) -> Iterator[Proposal]:
-    """Convolutions on NCHW tensors on matrix units, and all other ops on the same tensors."""
+    """Convolutions on NCHW tensors on matrix units, and all other ops on the same tensors. Where the program calls
+    `.contiguous()` of what lies in NCHW already, no op was recorded: then it would copy, which is not priced."""
     works = ((kernel.cost, kernel.cost.work) for kernel in report.kernels)
     of_images = [(cost, work.shape) for cost, work in works if isinstance(work, ConvolutionWork)]
     nchw = {
@@ -28,16 +40,27 @@ def channels_last(report: Report, trace: Trace) -> Iterator[Proposal]:
     if not any(report.hardware.contraction_peak(name).unit == "matrix" for name in nchw):
         return
     shapes = _images(trace)
-    images = shapes.keys() - _regrouped(trace, shapes)
+    stays = _stays_nchw(trace, shapes)
+    images = shapes.keys() - stays
 
     def converted(spec: TensorSpec, shape: object) -> TensorSpec:
-        """The tensor in NHWC. `shape`: that of the image in which it lies, or None."""
-        if not isinstance(shape, tuple) or not _is_nchw(spec) or _regroups(spec, shape):
+        """The tensor, or a view of it, in NHWC. `shape`: that of the image in which it lies, or None."""
+        if not isinstance(shape, tuple) or (_is_nchw(spec) and _regroups(spec, shape)):
             return spec
-        return spec._replace(stride=dense_strides(spec.shape, channels_last=True))
+        if _is_nchw(spec):
+            return spec._replace(stride=dense_strides(spec.shape, channels_last=True))
+        now = spec._replace(shape=shape, stride=dense_strides(shape, channels_last=True), offset=0)
+        place = Whereabouts(shape, dense_strides(shape, channels_last=False), now, 0)
+        return (len(shape) == 4 and place.of(spec)) or spec
 
     then = with_tensors(trace, converted, lambda number: shapes[number] if number in images else None)
-    copies = defaultdict[int, list[Op]](list)
+    copies, put_in = defaultdict[int, list[Op]](list), dict[int, Op]()
+    for index, op in enumerate(trace.ops):
+        if op.packet in _GROUP_NORMS and GROUP_NORM_COPIES:
+            put_in[index] = op
+            given = op.inputs[0]  # of the input the forward pass leaves its copy for the backward pass
+            if given.storage in images and _is_nchw(given):
+                copies[index].append(_copy(op, converted(given, given.shape), given))
     for index, spec in _given(trace, images):
         copies[index].append(_copy(trace.ops[index], spec, converted(spec, spec.shape)))
     for index, spec in _viewed(trace, images):
@@ -45,7 +68,7 @@ def channels_last(report: Report, trace: Trace) -> Iterator[Proposal]:
     yield Proposal(
         "images lie as NCHW; matrix units take NHWC, and copies turn them",
         "model.to(memory_format=torch.channels_last), and the images",
-        priced(report, with_ops(then, (), put_before=copies)),
+        priced(report, with_ops(then, (), put_in, copies)),
         lambda kernel: any(number in images for number in kernel.op.storages), "convolutions and what is between them",
     )  # fmt: skip
 
@@ -57,7 +80,7 @@ def _is_nchw(spec: TensorSpec) -> bool:
 def _regroups(spec: TensorSpec, shape: tuple[int, ...]) -> bool:
     """Whether the view has other batches and channels than its image of that shape, as in instance norms, which take
     all channels of a batch for those of one image. In NHWC these are not neighbours: such a view is a copy to NCHW."""
-    return spec.shape[2:] == shape[2:] and spec.shape != shape
+    return spec.shape[2:] == shape[2:] and spec.shape != shape and spec.numel == prod(shape)
 
 
 def _given(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
@@ -106,19 +129,54 @@ def _images(trace: Trace) -> dict[int, tuple[int, ...]]:
         for spec in (*op.inputs, *op.outputs):
             if spec.storage in images and len(spec.shape) == 4:
                 shapes.setdefault(spec.storage, spec.shape)
-    return shapes
+    lie_so = _channels_innermost(trace, shapes)
+    return {number: shape for number, shape in shapes.items() if number not in lie_so}
+
+
+def _channels_innermost(trace: Trace, shapes: Mapping[int, tuple[int, ...]]) -> set[int]:
+    """What the program itself has as [N, H, W, C], as layer norms over channels take it: its strides are those of an
+    image in NHWC once its dimensions are in order."""
+    found: set[int] = set()
+    for op in trace.ops * 2:  # what later ops tell of a gradient holds for earlier ones
+        specs = [spec for spec in (*op.inputs, *op.outputs) if spec.storage in shapes and len(spec.shape) == 4]
+        found |= {
+            spec.storage
+            for spec in specs
+            if not _is_nchw(spec) and is_dense(spec.shape, spec.stride, channels_last=True)
+        }
+        if is_view(op) or _is_convolution(op):
+            continue
+        if any(_is_turned(spec) or (spec.storage in found and _is_nchw(spec)) for spec in specs):
+            found |= {spec.storage for spec in specs if _is_nchw(spec)}
+    return found
+
+
+def _is_turned(spec: TensorSpec) -> bool:
+    """Whether it is a view of an image in NCHW with its dimensions as [N, H, W, C]."""
+    (n, h, w, c), (over_n, over_h, over_w, over_c) = spec.shape, spec.stride
+    stride = (over_n, over_c, over_h, over_w)
+    return not _is_nchw(spec) and is_dense((n, c, h, w), stride, channels_last=False)
 
 
 def _is_convolution(op: Op) -> bool:
     return "convolution" in op.call.name
 
 
-def _regrouped(trace: Trace, shapes: Mapping[int, tuple[int, ...]]) -> set[int]:
-    """What is made of images that are regrouped, until a convolution converts it: it stays in NCHW."""
+def _stays_nchw(trace: Trace, shapes: Mapping[int, tuple[int, ...]]) -> set[int]:
+    """What is made of images that are regrouped, or copied into NCHW, until a convolution converts it."""
     found: set[int] = set()
     for op in trace.ops:
         read = [spec for spec in op.inputs if spec.storage in shapes and len(spec.shape) == 4]
+        if torch.Tag.pointwise in op.call.func.tags:  # one operand says in which order its result lies
+            read = read[-1:] if op.packet in _LIE_AS_LAST else read[:1]
         is_kept = any(spec.storage in found or _regroups(spec, shapes[spec.storage]) for spec in read)
-        if is_kept and not _is_convolution(op):
+        if (is_kept or _makes_nchw(op)) and not _is_convolution(op):
             found |= op.makes - op.reads
     return found
+
+
+def _makes_nchw(op: Op) -> bool:
+    """Whether its result lies in NCHW whatever it is given: `.contiguous()`, and group norms before torch 2.15."""
+    if op.packet is aten.clone:
+        return op.call.get("memory_format") is torch.contiguous_format
+    return op.packet in _GROUP_NORMS and GROUP_NORM_COPIES

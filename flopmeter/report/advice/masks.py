@@ -1,4 +1,4 @@
-"""What a program adds to its scores, as the one mask that a fused kernel takes.
+"""What a program adds to its scores, or says where it fills them, as the one mask that a fused kernel takes.
 
 A tensor that is the same for all sequences or heads is read again for each, without memory for that. Several, such as
 the bias by position and the mask of windows that Swin adds one after the other, are added up first. What every n-th
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from flopmeter.as_cuda.attention import MASK_ALIGNMENT
@@ -26,16 +27,29 @@ from flopmeter.torch_names.operators import aten_overloads
 class _Places:
     """Ops that go, in whose places others stand, one after the other."""
 
-    def __init__(self, ops: Sequence[Op], free: Iterable[int]) -> None:
-        self._left = [(index, ops[index]) for index in free if ops[index].makes - ops[index].reads]
+    def __init__(self, ops: Sequence[Op], free: Iterable[int], scores: TensorSpec) -> None:
+        by_result = dict[int, tuple[int, Op]]()  # each storage once: ops in place and views have it again
+        for index in free:
+            op = ops[index]
+            if op.makes - op.reads or op.outputs[0].numel == scores.numel:
+                by_result.setdefault(op.outputs[0].storage, (index, op))
+        self._left = list(by_result.values())
         self.taken: dict[int, Op] = {}
 
-    def made(self, func: OpOverload, read: tuple[TensorSpec, ...], shape: tuple[int, ...], *rest: Any) -> TensorSpec:
+    def made(
+        self,
+        func: OpOverload,
+        read: tuple[TensorSpec, ...],
+        shape: tuple[int, ...],
+        *rest: Any,
+        dtype: torch.dtype | None = None,
+    ) -> TensorSpec:
         """What the op makes of these tensors. Raises NoKernelError where no place is left."""
         if not self._left:
             raise NoKernelError
         index, op = self._left.pop(0)
-        out = dense(shape, read[0].dtype, read[0].device)._replace(storage=op.outputs[0].storage)
+        given = (*read, op.outputs[0])[0]
+        out = dense(shape, dtype or given.dtype, given.device)._replace(storage=op.outputs[0].storage)
         self.taken[index] = in_place_of(op, func, (*read, *rest), {}, read, (out,))
         return out
 
@@ -51,10 +65,9 @@ def bias_for_kernel(
     if whole is None:
         return None, {}
     free = (index for index in attention.forward if attention.scoring <= index < attention.mixing)
-    places, places_back = _Places(graph.ops, free), _Places(graph.ops, attention.backward[:-1])
-    mask = added[0]
-    for other in added[1:]:
-        mask = places.made(aten_overloads.add.Tensor, (mask, other), whole)
+    scores = attention.scores
+    places, places_back = _Places(graph.ops, free, scores), _Places(graph.ops, attention.backward[:-1], scores)
+    mask = _one_mask(added, scores.dtype, places)
     part, whole = whole, (whole[0] if whole[0] == 1 else sizes[0], *whole[1:])
     if whole != part:
         again = _spread(mask, part, sizes[0] // part[0])
@@ -67,6 +80,35 @@ def bias_for_kernel(
     strides = dense(padded, mask.dtype, mask.device).stride  # kernels want the keys innermost
     steps = tuple(step if size > 1 else 0 for size, step in zip(whole, strides, strict=True))
     return Bias(mask._replace(shape=sizes, stride=steps), gradient), places.taken | places_back.taken
+
+
+def _one_mask(masks: Sequence[TensorSpec], dtype: torch.dtype, places: _Places) -> TensorSpec:
+    """What is added to the scores in place of all these. SDPA itself makes numbers of a mask of truths."""
+    truths = [spec for spec in masks if spec.dtype is torch.bool]
+    added = _joined([spec for spec in masks if spec.dtype is not torch.bool], aten_overloads.add.Tensor, places)
+    filled = _joined(truths, aten_overloads.bitwise_and.Tensor, places)
+    if added is None:
+        assert filled is not None  # nobody asks where nothing is on the scores
+        numbers = tuple(places.made(aten_overloads.scalar_tensor.default, (), (), value, dtype=dtype)
+                        for value in (0.0, float("-inf")))  # fmt: skip
+        return places.made(aten_overloads.where.self, (filled, *numbers), filled.shape, dtype=dtype)
+    if filled is None:
+        return added
+    func = aten_overloads.masked_fill.Scalar
+    return places.made(func, (added, filled), _of_both(added, filled), float("-inf"))
+
+
+def _joined(masks: Sequence[TensorSpec], func: OpOverload, places: _Places) -> TensorSpec | None:
+    """All of them by an op of two."""
+    whole = masks[0] if masks else None
+    for other in masks[1:]:
+        assert whole is not None
+        whole = places.made(func, (whole, other), _of_both(whole, other))
+    return whole
+
+
+def _of_both(one: TensorSpec, other: TensorSpec) -> tuple[int, ...]:
+    return tuple(map(max, _in_four(one.shape), _in_four(other.shape)))
 
 
 def _spread(spec: TensorSpec, part: tuple[int, ...], times: int) -> TensorSpec:

@@ -26,6 +26,7 @@ from flopmeter.report.advice.rewrite import (
     in_place_of,
     in_templates,
     is_view,
+    statistics_of,
     with_ops,
     with_tensors,
 )
@@ -52,6 +53,7 @@ def wide_work(report: Report, trace: Trace) -> Iterator[Proposal]:
         return
     touched = {number for index in places for number in trace.ops[index].storages}
     touched = {number for number in touched if trace.storages[number].role not in OF_WEIGHTS}
+    touched = touched.difference(*(statistics_of(trace.ops[index]) for index in places))
 
     def narrowed(spec: TensorSpec, is_touched: object) -> TensorSpec:
         return spec._replace(dtype=narrow) if is_touched and spec.dtype is torch.float32 else spec
@@ -81,7 +83,8 @@ def _narrowing(ops: list[Op]) -> str:
 
 
 def _all_narrowed(op: Op, narrowed: Callable[[TensorSpec, object], TensorSpec]) -> Op:
-    return op._replace(call=changed_call(op.call, (True,) * len(op.storages), narrowed, {}))
+    kept = statistics_of(op)
+    return op._replace(call=changed_call(op.call, tuple(number not in kept for number in op.storages), narrowed, {}))
 
 
 def _is_idle_cast(op: Op) -> bool:

@@ -16,7 +16,7 @@ from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.autocast import FOURIER, autocast
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
 from flopmeter.report.advice.remedies import Proposal, priced, remedy
-from flopmeter.report.advice.rewrite import with_tensors
+from flopmeter.report.advice.rewrite import statistics_of, with_tensors
 from flopmeter.report.quantities import with_prefix
 from flopmeter.report.report import Report
 
@@ -52,8 +52,10 @@ def narrower_numbers(report: Report, trace: Trace) -> Iterator[Proposal]:
         )
         return
 
-    def narrowed(spec: TensorSpec, _: object) -> TensorSpec:
-        is_wide = spec.dtype == wide and spec.device != "cpu"
+    kept = set[int]() if narrow is torch.float32 else set[int]().union(*map(statistics_of, trace.ops))
+
+    def narrowed(spec: TensorSpec, is_kept: object) -> TensorSpec:
+        is_wide = spec.dtype == wide and spec.device != "cpu" and not is_kept
         return spec._replace(dtype=narrow) if is_wide else spec
 
     reasons = [f"twice the bytes of {name}"] * (wide is not torch.bfloat16)
@@ -61,7 +63,7 @@ def narrower_numbers(report: Report, trace: Trace) -> Iterator[Proposal]:
     beside = ", and data made by NumPy too" if wide is torch.float64 else ""
     if wide is torch.float32:
         beside = _or_autocast(report, trace, narrow)
-    then = with_chosen_kernels(with_tensors(trace, narrowed, dtypes={wide: narrow}), report.hardware)
+    then = with_chosen_kernels(with_tensors(trace, narrowed, kept.__contains__, {wide: narrow}), report.hardware)
     yield Proposal(
         f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}",
         f"{name}: model.to(torch.{name}){beside}", priced(report, then),

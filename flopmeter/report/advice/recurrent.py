@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flopmeter.as_cuda.kernels.rnn import KEPT
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import dense_in
 from flopmeter.report.advice.remedies import Proposal, remedy, with_other_ops
@@ -15,6 +16,7 @@ from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
 _CELLS = {aten._thnn_fused_lstm_cell: (2, "nn.LSTM"), aten._thnn_fused_gru_cell: (3, "nn.GRU")}  # cuDNN's number
+_HAS_CELL = (aten._thnn_fused_lstm_cell,)
 _BACKWARD = (aten._thnn_fused_lstm_cell_backward_impl, aten._thnn_fused_gru_cell_backward)
 _OF_BACKWARD = (*_BACKWARD, aten.mm, aten.t, aten.add, aten.detach, aten.sum)
 _GATHER = (aten.stack, aten.cat)
@@ -24,8 +26,9 @@ LEAST_STEPS = 4
 class _Loop:
     """The steps of one cell, each of which starts from the state that the one before left."""
 
-    def __init__(self, weights: tuple[TensorSpec, ...]) -> None:
+    def __init__(self, weights: tuple[TensorSpec, ...], states: tuple[TensorSpec, ...]) -> None:
         self.weights = weights
+        self.states = states  # before the first step: the hidden one, and an LSTM's cell
         self.steps: list[int] = []  # ops: the cells
         self.inputs: list[TensorSpec] = []
         self.dropped: set[int] = set()
@@ -63,7 +66,8 @@ def _loops(trace: Trace) -> list[_Loop]:
         loop = after.get(state.storage)
         if loop is None or loop.weights[1].storage != w_state.storage:
             turned = (spec._replace(shape=spec.shape[::-1], stride=spec.stride[::-1]) for spec in (w_x, w_state))
-            loop = _Loop((*turned, *(spec for spec in op.inputs[3:] if len(spec.shape) == 1)))
+            biases = (spec for spec in op.inputs[3:] if len(spec.shape) == 1)
+            loop = _Loop((*turned, *biases), (state, *op.inputs[2:3]) if op.packet in _HAS_CELL else (state,))
             found.append(loop)
         loop.steps.append(index)
         loop.inputs.append(x)
@@ -88,39 +92,38 @@ def _at_once(trace: Trace, loop: _Loop, mode: int) -> dict[int, Op]:
     """cuDNN's op in the place of the last step, or of the op that gathers the states of all; and its backward."""
     last = trace.ops[loop.steps[-1]]
     states = {trace.ops[index].outputs[0].storage for index in loop.steps}
-    gathers = (
-        index
-        for index in range(loop.steps[-1], len(trace.ops))
-        if trace.ops[index].packet in _GATHER and states.issuperset(trace.ops[index].reads)
-    )
+    gathers = (index for index in range(loop.steps[-1], len(trace.ops)) if _gathers(trace.ops[index], states))
     at = next(gathers, loop.steps[-1])
-    state, x, work = last.outputs[0], loop.inputs[0], last.outputs[-1]
+    state, x = last.outputs[0], loop.inputs[0]
     tokens = len(loop.steps), state.shape[0]
     out = dense_in(trace.ops[at].outputs[0], (*tokens, state.shape[1]))
     sequence = dense_in(x, (*tokens, x.shape[1]))
-    hidden = dense_in(trace.ops[loop.steps[0]].inputs[2], (1, *state.shape))
-    cell = hidden if mode == 2 else None
-    reserve = dense_in(work, (tokens[0] * work.nbytes + mode % 2 * state.nbytes,))._replace(dtype=torch.uint8)
+    before = tuple(dense_in(spec, (1, *state.shape)) for spec in loop.states)
+    after = tuple(dense_in(spec, (1, *state.shape)) for spec in trace.ops[loop.steps[0]].outputs[: len(before)])
+    kept = KEPT[mode] * tokens[0] * state.nbytes
+    reserve = dense_in(last.outputs[-1], (kept,))._replace(dtype=torch.uint8)
     options = {
         "mode": mode, "hidden_size": state.shape[1], "proj_size": 0, "num_layers": 1, "batch_first": False,
         "dropout": 0.0, "train": True, "bidirectional": False, "batch_sizes": (), "dropout_state": None,
         "input": sequence, "weight": loop.weights, "weight_stride0": len(loop.weights), "weight_buf": None,
-        "hx": hidden, "cx": cell,
+        "hx": before[0], "cx": before[1] if len(before) > 1 else None,
     }  # fmt: skip
-    given = (sequence, *loop.weights, hidden)
-    made = (out, hidden, *((hidden,) if cell else ()), reserve)
+    given = (sequence, *loop.weights, *before)
+    made = (out, *after, reserve)
     loop.dropped.add(at)
     put_in = {at: in_place_of(trace.ops[at], aten_overloads._cudnn_rnn.default, (), options, given, made)}
-    return put_in | _backward(trace, loop, options, given, (out, reserve))
+    return put_in | _backward(trace, loop, options, (sequence, before), (out, reserve))
 
 
 def _backward(
     trace: Trace,
     loop: _Loop,
     options: dict[str, Any],
-    given: tuple[TensorSpec, ...],
+    given: tuple[TensorSpec, tuple[TensorSpec, ...]],
     kept: tuple[TensorSpec, TensorSpec],
 ) -> dict[int, Op]:
+    """cuDNN's op in the place of the backward pass of all steps. What it makes lies in storages of ops that go; the
+    gradients of weights where the program has them. It computes the gradient of its input whoever wants it."""
     works = {trace.ops[index].outputs[-1].storage for index in loop.steps}
     cells = [index for index, op in enumerate(trace.ops) if op.packet in _BACKWARD and works & op.reads]
     if not cells:
@@ -130,19 +133,35 @@ def _backward(
     while end + 1 < len(trace.ops) and _is_of_backward(trace.ops[end + 1], module):
         end += 1
     inside = {index for index in range(cells[0], end + 1) if _is_of_backward(trace.ops[index], module)}
-    reads_x = {spec.storage for spec in loop.weights[:1]}
-    wants_x = any(reads_x & set(trace.ops[index].storages) for index in inside)
     start = cells[0]
     while is_view(trace.ops[start - 1]) and trace.ops[start - 1].phase == "backward":
         start -= 1
     loop.dropped |= inside | set(range(start, cells[0]))
     gradient = dense_in(trace.ops[cells[0]].inputs[0], out.shape)
     options = options | {"output": out, "grad_output": gradient, "grad_hy": None, "grad_cy": None, "reserve": reserve,
-                         "output_mask": (wants_x, True, True, True)}  # fmt: skip
-    made = given if wants_x else given[1:]
-    read = (*given, out, gradient, reserve)
+                         "output_mask": (True, True, True, True)}  # fmt: skip
+    (sequence, before), made = given, _gradients(trace, loop, cells)
+    read = (sequence, *loop.weights, *before, out, gradient, reserve)
+    free = (spec.storage for index in cells for spec in trace.ops[index].outputs)
+    made += tuple(spec._replace(storage=next(free)) for spec in before)
+    of_steps = set[int]().union(*(trace.ops[index].makes for index in inside))
+    gathers = (index for index in range(end, len(trace.ops)) if _gathers(trace.ops[index], of_steps))
+    at = next(gathers, None)
+    loop.dropped |= set() if at is None else {at}
+    made += (sequence._replace(storage=next(free) if at is None else trace.ops[at].outputs[0].storage),)
     func = aten_overloads._cudnn_rnn_backward.default
     return {cells[-1]: in_place_of(trace.ops[cells[-1]], func, (), options, read, made)}
+
+
+def _gathers(op: Op, parts: set[int]) -> bool:
+    return op.packet in _GATHER and parts.issuperset(op.reads)
+
+
+def _gradients(trace: Trace, loop: _Loop, cells: list[int]) -> tuple[TensorSpec, ...]:
+    """Of the weights, as the program is given them."""
+    adds = (each for each in trace.accumulations if each.op > cells[0])
+    given = {each.leaf: trace.ops[each.op].inputs[-1].storage for each in adds}
+    return tuple(spec._replace(storage=given.get(spec.storage, spec.storage)) for spec in loop.weights)
 
 
 def _is_of_backward(op: Op, module: str) -> bool:

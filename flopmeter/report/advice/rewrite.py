@@ -18,6 +18,9 @@ from flopmeter.torch_names.operators import Absent, aten
 PRODUCTS = (aten.mm, aten.addmm)  # of linear layers, forward and backward
 CASTS = (aten._to_copy, aten.clone)
 
+# Not group norms, whose means have the type of what they read (ATen/native/group_norm.cpp).
+_NORMS = (aten.native_layer_norm, aten._fused_rms_norm, aten.native_batch_norm, aten.cudnn_batch_norm)
+
 Mark = Hashable
 """What a change needs to know of a storage."""
 
@@ -211,6 +214,14 @@ def is_view(op: Op) -> bool:
 def is_dense(spec: TensorSpec) -> bool:
     """Whether the tensor is one block of memory, in whatever order of its dimensions."""
     return spec.is_strided and spec.nbytes == spec.numel * spec.dtype.itemsize
+
+
+def statistics_of(op: Op) -> set[int]:
+    """The storages of what kernels that read 16 bits write in fp32 beside their result, for the backward pass: the
+    means and deviations of norms, and the sums of each row of fused attention."""
+    name = op.call.name
+    is_kernel = op.packet in _NORMS or name.startswith("_scaled_dot_product_")
+    return {spec.storage for spec in op.outputs[1:]} if is_kernel and not name.endswith("_backward") else set()
 
 
 def outermost(spec: TensorSpec) -> int | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections import defaultdict
+from collections.abc import Container, Iterator
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import dense_in
 from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, with_other_ops
-from flopmeter.report.advice.rewrite import CASTS, PRODUCTS, in_place_of, is_view, with_tensors
+from flopmeter.report.advice.rewrite import CASTS, PRODUCTS, in_place_of, is_view, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -17,7 +19,9 @@ _DENSE_GRADIENTS = {aten.embedding_dense_backward: 1, aten._embedding_bag_backwa
 @remedy
 def dense_gradients_of_embeddings(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Tables of which a step reads few rows, and whose gradients and optimizer go through all of them. The change is
-    priced with a table of as many rows as are read; a row that is read twice counts twice."""
+    priced with a table of as many rows as are read; a row that is read twice counts twice. An optimizer with states
+    does on these rows what it did on all, and sums those that were read twice as the dense gradient's kernels do; what
+    SparseAdam launches op by op is not priced."""
     rows: dict[int, tuple[int, int]] = {}  # of each gradient: of the table, of the batch
     for op in trace.ops:
         place = _DENSE_GRADIENTS.get(op.packet)
@@ -33,7 +37,7 @@ def dense_gradients_of_embeddings(report: Report, trace: Trace) -> Iterator[Prop
             return spec
         return spec._replace(shape=(size[1], *spec.shape[1:]))
 
-    then = with_tensors(trace, cut, tables.get)
+    then = _with_sparse_gradients(with_tensors(trace, cut, tables.get), tables)
     touching = (
         index
         for index, op in enumerate(trace.ops)
@@ -44,6 +48,44 @@ def dense_gradients_of_embeddings(report: Report, trace: Trace) -> Iterator[Prop
         "Embedding(sparse=True) with SGD or SparseAdam, which leave rows that were not read as they are",
         priced(report, then), of_ops(trace, touching),
     )  # fmt: skip
+
+
+def _with_sparse_gradients(trace: Trace, tables: Container[int]) -> Trace:
+    """The trace, of tables with few rows, in which each that SGD trains without states gives its gradient as these rows
+    with their places: the lookup's is there already, autograd copies it, and SGD adds each gradient to its parameter
+    with a kernel of its own."""
+    others = (op for op in trace.ops if op.phase == "optimizer" and op.packet not in (aten._foreach_add_, aten.add_))
+    with_states = set[int]().union(*(op.reads for op in others))
+    storages, put_in, put_before = [*trace.storages], dict[int, Op](), defaultdict[int, list[Op]](list)
+    sparse = dict[int, TensorSpec]()
+    for index, op in enumerate(trace.ops):
+        place = _DENSE_GRADIENTS.get(op.packet)
+        if place is not None and op.outputs[0].storage in tables and op.outputs[0].storage not in with_states:
+            out, places = op.outputs[0], op.inputs[place]
+            rows = out._replace(held_bytes=out.nbytes + places.nbytes, held_values=out.numel)
+            sparse[out.storage], given = rows, rows._replace(storage=op.inputs[0].storage)
+            if op.packet is aten._embedding_bag_backward:
+                given = rows._replace(storage=len(storages))
+                storages.append(dataclasses.replace(storages[out.storage], role=None))
+                put_before[index].append(_of_rows(op, given))
+            put_in[index] = in_place_of(op, aten_overloads.clone.default, (given,), {}, (given,), (rows,))
+        elif op.packet is aten._foreach_add_ and not sparse.keys().isdisjoint(op.reads):
+            both = len(op.inputs) // 2
+            pairs = zip(op.inputs[:both], (sparse.get(spec.storage, spec) for spec in op.inputs[both:]), strict=True)
+            options = {"alpha": op.call.argument("alpha")}
+            adds = [in_place_of(op, aten_overloads.add_.Tensor, pair, options, pair, pair[:1]) for pair in pairs]
+            *put_before[index], put_in[index] = adds
+    return with_ops(dataclasses.replace(trace, storages=storages), (), put_in, put_before)
+
+
+def _of_rows(op: Op, rows: TensorSpec) -> Op:
+    """The backward pass of an embedding bag that gives only these rows."""
+    call, names = op.call, [each.name for each in op.call.func._schema.arguments]
+    args = {**dict(zip(names, call.args, strict=False)), **call.kwargs, "sparse": True}
+    made = call.outputs[0].storage
+    numbers = tuple(rows.storage if place == made else number for place, number in enumerate(op.storages))
+    outputs = (rows._replace(storage=made),)
+    return op._replace(call=dataclasses.replace(call, args=(), kwargs=args, outputs=outputs), storages=numbers)
 
 
 FEW_ROWS = 4  # times as many rows has a table as a step reads, for sparse gradients to be worth their indices
