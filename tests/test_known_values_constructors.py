@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from flopmeter import DataDependentError, FlopMeter
+from flopmeter import DataDependentError, FlopMeter, on_meta
 
 MADE = {
     "rounded down by its type": lambda: torch.tensor(1.9, dtype=torch.int64),
@@ -56,3 +57,28 @@ def test_values_are_kept_on_the_cpu_whatever_the_programs_own_device_is():
         with torch.device("meta"):
             assert kept[1:].tolist() == [4, 5]
             assert (kept.view(3, 1) + kept)[2].tolist() == [8, 9, 10]
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("index", torch.arange(4), persistent=False)
+
+    def _init_weights(self, module: nn.Module) -> None: ...
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh()
+
+
+def test_to_copy_the_value_of_a_twin_is_no_op_of_the_program() -> None:
+    twin, x = on_meta((Positions(), torch.rand(4)))
+    with FlopMeter() as meter:
+        twin(x)
+    assert [op.call.name for op in meter.trace.ops] == ["tanh"]
+
+
+def test_a_function_of_a_twin_is_linearized() -> None:
+    layer, x = on_meta((nn.Linear(3, 2), torch.rand(4, 3)))
+    with FlopMeter():
+        _, linear = torch.func.linearize(layer, x)
+        assert linear(x).shape == (4, 2)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from op_samples import inputs_of
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flopmeter import FlopMeter
 
-NOTHING = {"lift_fresh", "detach", "alias"}  # ops that launch nothing
+NOTHING = {"lift_fresh", "detach", "alias", "to"}  # ops that launch nothing
 # A formula adds to zeros of its own; under a dispatch mode torch copies them first (flopmeter/trace/gradients.py).
 IN_PLACE = {"scatter_": "scatter", "scatter_add_": "scatter_add", "index_add_": "index_add"}
 IN_PLACE |= {"_index_put_impl_": "index_put"}
@@ -60,7 +61,8 @@ class Names(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func.overloadpacket).removeprefix("aten."))
+        if not any(each.is_meta for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)):
+            self.names.append(str(func.overloadpacket).removeprefix("aten."))
         return func(*args, **(kwargs or {}))
 
 
@@ -134,3 +136,71 @@ def test_each_operator_of_torch_runs_the_ops_that_it_runs_on_the_host() -> None:
 @pytest.mark.slow
 def test_further_inputs_do_too() -> None:
     assert differing(count=8) == {}
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.soft_margin_loss]
+)
+def test_a_loss_and_its_gradient_lie_in_memory_as_they_do_on_the_host(loss: Any, reduction: str) -> None:
+    """A loss keeps the memory of what it is the sum of; huber_loss does not."""
+
+    def lie(device: str) -> list[tuple[Any, ...]]:
+        tensor = torch.rand(2, 46, 8, device=device).mT.requires_grad_()
+        result = loss(tensor, torch.rand(2, 8, 46, device=device), reduction=reduction)
+        (gradient,) = torch.autograd.grad(result, tensor, torch.ones_like(result))
+        return [(each.stride(), each.untyped_storage().nbytes()) for each in (result, gradient)]
+
+    with FlopMeter():
+        assert lie("meta") == lie("cpu")
+
+
+GRADIENTS_OF_OTHER_LAYOUT = {
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "softmax": lambda x: x.softmax(-1),
+    **{kind.__name__: kind for kind in (F.elu, F.hardswish, F.mish, F.softplus, F.silu, F.gelu, F.hardtanh)},
+    **{
+        kind.__name__: kind
+        for kind in (F.leaky_relu, F.hardsigmoid, F.relu6, F.selu, F.celu, F.relu, F.softshrink, F.hardshrink)
+    },
+    **{kind.__name__: kind for kind in (torch.tanh, torch.sigmoid, F.glu)},
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS_OF_OTHER_LAYOUT)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_gradient_that_lies_otherwise_than_the_input_becomes_what_it_does_on_the_host(
+    name: str, is_transposed: bool
+) -> None:
+    def lie(device: str) -> list[tuple[int, ...]]:
+        x = torch.rand(2, 4, 6, device=device).mT if is_transposed else torch.rand(2, 6, 4, device=device)
+        result = GRADIENTS_OF_OTHER_LAYOUT[name](x.requires_grad_())
+        (gradient,) = torch.autograd.grad(result, x, torch.ones_like(result.mT).contiguous().mT)
+        return [result.stride(), gradient.stride()]
+
+    with FlopMeter():
+        assert lie("meta") == lie("cpu")
+
+
+FORWARD_MODE = {
+    "a gradient of zeros and another one": lambda x: (x - 2) * x / 3 + x.sum() - x,
+    "a linear layer": lambda x: F.linear(x, x.detach() * 2, x.detach()[0]).tanh(),
+    "a norm": lambda x: F.layer_norm(x, (4,), x.detach()[0], x.detach()[1]),
+    "attention": lambda x: (x @ x.mT).softmax(-1) @ x,
+    "a gradient of it": torch.func.grad(lambda x: F.linear(x, x.detach(), x.detach()[0]).square().sum()),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_forward_mode_gradients_run_the_ops_that_they_run_on_the_host(name: str) -> None:
+    """On the host torch learns shapes on the device meta; none of these ops launches anything."""
+
+    def run(device: str) -> None:
+        torch.func.jvp(FORWARD_MODE[name], (torch.ones(4, 4, device=device),), (torch.ones(4, 4, device=device),))
+
+    with Names() as host:
+        run("cpu")
+    with FlopMeter() as meter:
+        run("meta")
+    assert counted(str(op.packet).removeprefix("aten.") for op in meter.trace.ops) == counted(iter(host.names))

@@ -31,7 +31,17 @@ from flopmeter.as_cuda import (
 )
 from flopmeter.as_cuda.attention_rules import RULES, rules_version
 from flopmeter.as_cuda.emulation import Emulation
-from flopmeter.as_cuda.kernels import composites, convolution, linalg, meta_kernels, packages, rnn, sparse
+from flopmeter.as_cuda.kernels import (
+    composites,
+    convolution,
+    layouts,
+    linalg,
+    meta_kernels,
+    packages,
+    rnn,
+    sparse,
+    zero_tensors,
+)
 from flopmeter.as_cuda.target import CudaTarget
 from flopmeter.torch_names import dispatcher, private
 
@@ -136,7 +146,9 @@ def _install_features(scope: Emulation) -> None:
     meta_kernels.install(scope)
     convolution.install(scope)
     linalg.install(scope)
+    layouts.install(scope)
     packages.install(scope)
+    zero_tensors.install(scope)
     for feature, install in _FEATURES.items():
         _install_feature(scope, feature, install)
 

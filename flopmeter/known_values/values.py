@@ -213,7 +213,8 @@ class Values:
         """Copy the value of a twin, unless the tensor was written to since. Says whether it did."""
         if not tensor.is_inference() and tensor._version != cell.version:
             return False
-        cell.memory = cell.memory.clone()
+        with no_modes():  # a hook of a module may ask, which a mode would see
+            cell.memory = cell.memory.clone()
         cell.version = None
         return True
 

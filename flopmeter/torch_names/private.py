@@ -338,6 +338,7 @@ device_constructors = needed("torch.utils._device", "_device_constructors", "whi
 needed("torch", "UntypedStorage._cdata", "which tensors share memory")
 needed("torch", "Tensor._version", "whether a value was written to")
 needed("torch", "Tensor._is_zerotensor", "which tensors have no memory")
+needed("torch", "_efficientzerotensor", "gradients of forward mode that are zero")
 needed("torch", "Tensor._is_view", "which tensors are views")
 needed("torch", "_int_mm", "products of int8")
 needed("torch", "_scaled_mm", "products of fp8")

@@ -105,11 +105,11 @@ def fused_gru_cell_backward(
 def fused_rms_norm(
     tensor: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The output and one reciprocal root mean square a row, in the accumulation dtype."""
+    """The output, without gaps, and one reciprocal root mean square a row, in the accumulation dtype."""
     kept = tensor.dim() - len(normalized_shape)
     rows = [*tensor.shape[:kept], *[1] * len(normalized_shape)]
     accumulation = torch.promote_types(tensor.dtype, torch.float32)
-    return torch.empty_like(tensor), tensor.new_empty(rows, dtype=accumulation)
+    return tensor.new_empty(tensor.shape), tensor.new_empty(rows, dtype=accumulation)
 
 
 def weight_int4pack_mm(tensor: Tensor, mat2: Tensor, group_size: int, scale_and_zeros: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def padded_dense_to_jagged(dense: Tensor, offsets: Sequence[Tensor], total_lengt
 
 KERNELS: dict[str, dict[str, DispatcherKernel]] = {
     # With a composite kernel and an autograd formula: the formula is taken once the backend has a kernel.
-    private.COMPOSITES: {"_fused_rms_norm": fused_rms_norm, "mish_backward": like_second},
+    private.COMPOSITES: {"_fused_rms_norm": fused_rms_norm},
     private.RNN: {
         "_cudnn_rnn_backward": cudnn_rnn_backward,
         "_thnn_fused_gru_cell": fused_gru_cell,
