@@ -267,7 +267,7 @@ def test_entering_and_leaving_take_the_work_of_a_few_milliseconds() -> None:
 
     enter(autocast=True)  # fills caches
     plain, casting = (instructions(lambda on=on: enter(autocast=on)) for on in (False, True))
-    assert plain < 100_000
+    assert plain < 110_000
     assert plain + 20_000 < casting < 200_000
 
 

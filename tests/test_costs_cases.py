@@ -313,7 +313,12 @@ MOVEMENT: dict[str, Case] = {
         lambda: aten.index_put_(T(2, 64, 6), [None, i64(1)], T(2, 1, 6)), 0, 8 + 48, 48
     ),
     "index_put_ accumulate": (  # 3 places with their numbers are made and sorted; then 3 rows are added
-        lambda: aten.index_put_(T(50, 6), [i64(3)], T(3, 6), True), 18, 24 + 48 + 48 + 72 + 72, 48 + 48 + 72
+        lambda: aten._index_put_impl_(T(50, 6), [i64(3)], T(3, 6), True, True),
+        18, 24 + 48 + 48 + 72 + 72, 48 + 48 + 72
+    ),
+    "index_put_ accumulate, checked": (  # before that, whether the largest and the smallest place are allowed
+        lambda: aten.index_put_(T(50, 6), [i64(3)], T(3, 6), True),
+        18, 24 + 48 + 48 + 72 + 72 + 2 * (24 + 8), 48 + 48 + 72 + 2 * (8 + 8)
     ),
     "index_put": (lambda: aten.index_put(T(50, 6), [i64(3)], T(3, 6)), 0, 1200 + 24 + 72, 1200 + 72),
     "index_copy_": (lambda: aten.index_copy_(T(50, 6), 0, i64(3), T(3, 6)), 0, 24 + 72, 72),

@@ -155,6 +155,7 @@ MORE = {
     "_safe_softmax", "logsumexp", "binary_cross_entropy_with_logits", "convolution_backward", "_fft_c2c",
     "_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction", "_trilinear",
     "soft_margin_loss_backward",
+    "nonzero",  # counts before it looks for places
     "addmm",  # with out=: what is added is copied there, and read again
     # what lies in the other half of a matrix is multiplied by zero, or comes twice
     "cholesky", "_linalg_eigh", "linalg_cholesky_ex", "linalg_householder_product", "linalg_ldl_factor_ex",

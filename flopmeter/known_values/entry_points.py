@@ -15,6 +15,7 @@ AutogradMeta sends it on to `_local_scalar_dense`, as on CUDA. All is undone whe
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -167,10 +168,16 @@ def _constructor(name: str, position: int, original: Callable[..., Tensor], *arg
         return original(*args, **{**kwargs, "device": "cpu"}).to("meta")
     if (known := _knower(result)) is not None and not isinstance(data, Tensor):
         tensor = _bare(result)
-        known.on_new(tensor)
+        if not _is_array(data):  # these are copied by an op, on meta too
+            known.on_new(tensor)
         if not known.values.knows(tensor) and not is_weight(tensor):
             _remember(known, tensor, data)
     return result
+
+
+def _is_array(data: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(data, numpy.ndarray)
 
 
 def _read(data: Any) -> Any:

@@ -102,14 +102,20 @@ class Op(NamedTuple):
 
     @property
     def written(self) -> tuple[TensorSpec, ...]:
-        """The tensors that it writes in place: batch norms in training also those averages that schemas conceal."""
-        call, arguments = self.call, self.call.func._schema.arguments
-        names = [each.name for each in arguments if each.alias_info and each.alias_info.is_write]
-        if call.get(AVERAGES[0]) and call.get("training", not call.name.endswith("backward")):
-            names += AVERAGES
-        given = map(call.get, names)
+        """The tensors that it writes in place."""
+        arguments = self.call.func._schema.arguments
+        given = (self.call.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write)
         lists = ((value,) if isinstance(value, TensorSpec) else value or () for value in given)
         return tuple(spec._replace(storage=self.storages[spec.storage]) for specs in lists for spec in specs)
+
+    @property
+    def averages(self) -> set[int]:
+        """The storages of the averages over batches that it updates, as batch norms do in training. Their schemas do
+        not say so."""
+        call = self.call
+        given = [spec for name in AVERAGES if (spec := call.get(name)) is not None]
+        is_updating = call.get("training", default=not call.name.endswith("backward"))
+        return {self.storages[spec.storage] for spec in given} if is_updating else set()
 
     @property
     def fills(self) -> set[int]:

@@ -256,20 +256,20 @@ class _Categories:
         return "temporaries"
 
     def _find_gradients(self, steps: int) -> set[int]:
-        """Storages that became the gradient of a leaf that existed before the trace or that an op without inputs made,
-        such as torch.empty. (Checkpointing makes leaves of its own; those are activations.)"""
+        """Storages that became the gradient of a leaf that existed before the trace, came from the host, or that an op
+        without inputs made, such as torch.empty. (Checkpointing makes leaves of its own; those are activations.)"""
         ops, gradients = self._trace.ops, set[int]()
         for place, leaf in self._trace.accumulations:
             variable = self._trace.storages[leaf]
-            is_given = variable.born == BEFORE or not _computes(ops[variable.born], leaf)
+            is_given = variable.born == BEFORE or not _computes(ops[variable.born], leaf, variable.device)
             if place < steps and (variable.role == "parameters" or is_given):
                 gradients.update(ops[place].makes)
         return gradients
 
 
-def _computes(op: Op, storage: int) -> bool:
-    """Whether the op made the storage from other storages."""
-    return bool(op.call.inputs) and storage in op.makes - op.reads
+def _computes(op: Op, storage: int, device: str) -> bool:
+    """Whether the op made the storage from other storages of its device."""
+    return any(spec.device == device for spec in op.call.inputs) and storage in op.makes - op.reads
 
 
 def _is_alive_at_next(places: list[int], life: Life) -> bool:

@@ -200,10 +200,9 @@ class Recorder(TorchDispatchMode):
 
     def _note_sent(self, tensor: Tensor) -> None:
         """torch.tensor(...) made the tensor: on meta without an op, on CUDA by a copy of one on the host
-        (internal_new_from_data in torch/csrc/utils/tensor_new.cpp). Of arrays of NumPy the copy is an op on both."""
-        is_copied = self._storages.has(tensor)
+        (internal_new_from_data in torch/csrc/utils/tensor_new.cpp)."""
         self.note_new(tensor)
-        if self.is_on() and not is_copied:
+        if self.is_on():
             with no_modes():
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             self._storages.note_numbers(host)

@@ -86,10 +86,6 @@ class Storages:
     def note_trained(self, tensor: Tensor) -> None:
         self._found[self.number(tensor, BEFORE, [])].is_trained = True
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage was seen before."""
-        return tensor.untyped_storage()._cdata in self._alive
-
     def note_new(self, tensor: Tensor) -> None:
         """The tensor's storage is new: the next op gave birth to it."""
         self._found[self.number(tensor, BEFORE, [])].born = len(self._ops)

@@ -300,7 +300,14 @@ def nonzero(call: Call) -> tuple[Cost, ...]:
         chains=SELECT_ITEMS,
     )  # fmt: skip
     selected = make_cost(
-        call, SORTING, read=(x,), written=(numbers,), access="stream", grid=grid, kernels=2, blocks_host=False
+        call,
+        SORTING,
+        read=(x,),
+        written=(out if dims == 1 else numbers,),
+        access="stream",
+        grid=grid,
+        kernels=2,
+        blocks_host=False,
     )
     if dims == 1 or not found:
         return counted, told, selected

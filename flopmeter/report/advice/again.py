@@ -74,7 +74,8 @@ def _goes_on(trace: Trace) -> bool:
 def _again(trace: Trace, earlier: Sequence[Op]) -> tuple[set[int], set[int]]:
     """The ops of forward passes that compute what is there already, and stays, for others that do not; and those whose
     result was there before the step."""
-    contents = _Contents(trace.storages, {spec.storage for op in (*earlier, *trace.ops) for spec in op.written})
+    ops = (*earlier, *trace.ops)
+    contents = _Contents(trace.storages, {number for op in ops for number in _overwritten(op)})
     for op in earlier:
         contents.meet(op)
     contents.begin_step()
@@ -97,6 +98,10 @@ def _again(trace: Trace, earlier: Sequence[Op]) -> tuple[set[int], set[int]]:
             needed |= op.reads
     views = {index for index in known - again if is_view(trace.ops[index]) and _goes_too(trace, index, again, made)}
     return again | views, kept
+
+
+def _overwritten(op: Op) -> set[int]:
+    return op.averages.union(spec.storage for spec in op.written)
 
 
 def _learned(trace: Trace) -> set[int]:
@@ -138,7 +143,7 @@ class _Contents:
     def meet(self, op: Op) -> Literal["new", "in the step", "before the step"]:
         """Whether the op computes what another one did that ran before it, and when."""
         reads = op.reads
-        changed = op.fills
+        changed = op.fills | op.averages
         if not _is_fixed(op, self._storages):
             self._held.update((number, next(self._numbers)) for number in changed)
             return "new"

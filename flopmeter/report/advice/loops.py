@@ -66,8 +66,7 @@ def _turns_of(found: Sequence[_AtOnce]) -> str:
 
 def _is_batch_norm(op: Op) -> bool:
     """Whether it normalises by the batch that it is given, and averages its statistics over batches."""
-    averages, is_training = op.call.get("running_mean"), op.call.get("training", default=True)
-    return op.phase == "forward" and isinstance(averages, TensorSpec) and is_training
+    return op.phase == "forward" and bool(op.averages)
 
 
 def _is_of_batches(trace: Trace, loop: LoopTurns) -> bool:
