@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flopmeter import FlopMeter, load_hardware
@@ -91,17 +93,32 @@ def causal(x: Tensor, lengths: Tensor) -> Tensor:
     return (x @ x.mT).masked_fill(mask, -1e4).softmax(-1) @ x
 
 
-def test_of_two_attentions_either_may_come_first_and_a_mask_of_padding_is_still_made():
-    found = []
-    for layers_ in ((padded, causal), (causal, padded), (causal, causal)):
-        x, lengths = meta(16, 2, 1024, 64), meta(16, dtype=torch.int64)
-        with FlopMeter(H100) as meter, torch.no_grad():
-            for layer in layers_:
-                x = layer(x, lengths)
-        found.append(next(each for each in meter.report().advice if "scaled_dot" in each.remedy).run_seconds_then)
-    first, second, without = found
-    assert first == pytest.approx(second, rel=0.01)
-    assert without < 0.9 * first
+def padded_fused(x: Tensor, lengths: Tensor) -> Tensor:
+    batch, _, tokens, _ = x.shape
+    places = torch.arange(tokens, device="meta")
+    mask = (places >= lengths[:, None, None, None]).expand(batch, 1, tokens, tokens).clone()
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=~mask, scale=1.0)
+
+
+def causal_fused(x: Tensor, _: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=1.0)
+
+
+@pytest.mark.parametrize("layers", [("padded", "causal"), ("causal", "padded"), ("causal", "causal")], ids=" ".join)
+def test_of_two_attentions_either_may_come_first_and_a_mask_of_padding_is_still_made(layers: tuple[str, str]):
+    """Told of both at once, against the mended program."""
+    written = {"padded": (padded, padded_fused), "causal": (causal, causal_fused)}
+    told, mended = (_attended([written[name][which] for name in layers]) for which in (0, 1))
+    then = next(each for each in told.advice if "scaled_dot" in each.remedy).run_seconds_then
+    assert then == pytest.approx(mended.seconds, rel=0.11)  # of 100 us: views of the host are left
+
+
+def _attended(layers: list[Callable[[Tensor, Tensor], Tensor]]) -> Report:
+    x, lengths = meta(16, 2, 1024, 64), meta(16, dtype=torch.int64)
+    with FlopMeter(H100) as meter, torch.no_grad():
+        for layer in layers:
+            x = layer(x, lengths)
+    return meter.report()
 
 
 def remedies(device: str, *, reads: bool, passes: int = 40) -> list[str]:
