@@ -16,15 +16,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from flopmeter.as_cuda.emulation import Emulation
+from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.operators import aten_overloads
 from flopmeter.torch_names.private import no_dispatch_modes
 
 
 def install(scope: Emulation) -> None:
-    for func in (aten_overloads.add.Tensor, aten_overloads.sub.Tensor):
-        scope.kernel(func.name(), functools.partial(_sum, func), "ZeroTensor")
-    for func in (aten_overloads.mul.Tensor, aten_overloads.div.Tensor):
-        scope.kernel(func.name(), functools.partial(_product, func), "ZeroTensor")
+    for name, kernel in {"add": _sum, "sub": _sum, "mul": _product, "div": _product}.items():
+        func = dispatcher.overload(f"{name}.Tensor")
+        if func is not None:
+            scope.kernel(func.name(), functools.partial(kernel, func), "ZeroTensor")
 
 
 def _sum(func: OpOverload, first: Tensor, second: Tensor, *, alpha: Any = 1) -> Tensor:
