@@ -292,7 +292,7 @@ def nonzero(call: Call) -> tuple[Cost, ...]:
     one, numbers = (in_one_piece(scratch(out, n), shape) for n, shape in ((1, ()), (2, (found,))))
     counts = 1 + (x.numel > COUNTED_TILE)
     counted = make_cost(call, SORTING, read=(x,), written=(one,), access="stream", kernels=counts, blocks_host=False)
-    told = make_cost(call, MOVEMENT, read=(one,), written=(), work=HostCopy(4), blocks_host=True)
+    told = make_cost(call, MOVEMENT, read=(one,), written=(), work=HostCopy(torch.int32.itemsize), blocks_host=True)
     if not dims or not x.numel:
         return counted, told
     grid = ThreadGrid(

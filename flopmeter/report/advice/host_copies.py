@@ -39,8 +39,8 @@ def blocking_copies(report: Report, trace: Trace) -> Iterator[Proposal]:
     Outside of modules they are batches; in a module it is a tensor made on the host, or weights that wait there."""
     copies = [kernel for kernel in report.kernels if _is_blocking_copy(kernel, trace.device)]
     outside = [kernel for kernel in copies if not kernel.op.module]
+    batches = [kernel for kernel in outside if not _is_of_numbers(kernel.op, trace)]
     numbers = [kernel for kernel in outside if _is_of_numbers(kernel.op, trace)]
-    batches = [kernel for kernel in outside if kernel not in numbers]
     yield from _not_waiting(
         report, trace, batches, "DataLoader(pin_memory=True) or .pin_memory(), and .to(device, non_blocking=True)"
     )
