@@ -35,6 +35,9 @@ _UNMARKED: dict[str, dict[str, tuple[bool, bool]]] = {
 }
 
 
+_LOOK_FIRST = frozenset(("aten::nonzero", *COLLECTIVE_OPS))
+
+
 def as_regions(touched: Iterable[TensorSpec | Region]) -> tuple[Region, ...]:
     """The regions of tensors and of parts of tensors. A tensor is charged for the bytes that the tensors before it do
     not cover; a part (a Region) is charged as it is."""
@@ -106,8 +109,7 @@ def writes_nothing(call: Call) -> bool:
     """Whether all that the call would write is empty: then torch's kernels return before they launch. A send returns an
     empty tensor too, but it writes elsewhere; and that nothing is found is known when all was looked at."""
     read, written = regions(call)
-    looks = call.func._schema.name in {"aten::nonzero", *COLLECTIVE_OPS}
-    touched = (*read, *written) if looks else written
+    touched = (*read, *written) if call.func._schema.name in _LOOK_FIRST else written
     return bool(written) and not any(spec.numel for spec in touched)
 
 

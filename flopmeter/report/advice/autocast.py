@@ -175,9 +175,8 @@ def policy_of(op: Op) -> Policy:
     if op.call.body is not None:
         return "wide"
     name, base = op.call.name, _base(op)
-    full = f"{name}.{op.call.func._schema.overload_name}".removesuffix(
-        "."
-    )  # the default overload is listed by its name alone
+    overload = op.call.func._schema.overload_name
+    full = f"{name}.{overload}" if overload else name
     if {name, base, full} & _LOWER or name.startswith("_scaled_dot_product"):
         return "narrow"
     if {name, base, full} & _FP32:
