@@ -12,6 +12,8 @@ from flopmeter.run.shims.flash_attn.newer import check_dtype, how_of, kernels_of
 from flopmeter.run.shims.kernel import named, refuse
 
 _KERNELS = kernels_of("flash_attn_2", "flash")
+_Lengths = tuple[Tensor | None, Tensor | None, int | None, int | None]  # where sequences begin, and the longest
+_OF_ONE_LENGTH: _Lengths = (None, None, None, None)
 
 
 def _flash_attn_forward(
@@ -28,8 +30,7 @@ def _flash_attn_forward(
     return_softmax: bool = False,
 ) -> tuple[Tensor, Tensor, None, None]:
     """The output and the row sums' logarithms; no weights, and no state of a generator of random numbers."""
-    lengths = (None, None, None, None)
-    return _forward((q, k, v), lengths, causal, (window_size_left, window_size_right), _refused(locals()))
+    return _forward((q, k, v), _OF_ONE_LENGTH, causal, (window_size_left, window_size_right), _refused(locals()))
 
 
 def _flash_attn_varlen_forward(
@@ -78,10 +79,8 @@ def _flash_attn_backward(
     rng_state: Tensor | None = None,
 ) -> Tensor:
     """Writes the three gradients. It returns sums of each row, which have the shape of `softmax_lse`."""
-    refuse("flash_attn", _refused(locals()))
-    how = how_of((q, k, v), None, None, None, None, causal, (window_size_left, window_size_right))
-    _KERNELS.backward_into(dq, dk, dv, dout, q, k, v, out, softmax_lse, *how)
-    return softmax_lse
+    given, window = (dout, q, k, v, out, softmax_lse), (window_size_left, window_size_right)
+    return _backward((dq, dk, dv), given, _OF_ONE_LENGTH, causal, window, _refused(locals()))
 
 
 def _flash_attn_varlen_backward(
@@ -109,16 +108,14 @@ def _flash_attn_varlen_backward(
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Tensor:
-    refuse("flash_attn", _refused(locals()))
     lengths = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
-    how = how_of((q, k, v), *lengths, causal, (window_size_left, window_size_right))
-    _KERNELS.backward_into(dq, dk, dv, dout, q, k, v, out, softmax_lse, *how)
-    return softmax_lse
+    given, window = (dout, q, k, v, out, softmax_lse), (window_size_left, window_size_right)
+    return _backward((dq, dk, dv), given, lengths, causal, window, _refused(locals()))
 
 
 def _forward(
     qkv: tuple[Tensor, Tensor, Tensor],
-    lengths: tuple[Tensor | None, Tensor | None, int | None, int | None],
+    lengths: _Lengths,
     causal: bool,
     window: tuple[int, int],
     refused: dict[str, Any],
@@ -127,6 +124,22 @@ def _forward(
     check_dtype(qkv[0])
     out, sums = _KERNELS.attend(*qkv, *how_of(qkv, *lengths, causal, window))
     return out, sums, None, None
+
+
+def _backward(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    given: tuple[Tensor, ...],
+    lengths: _Lengths,
+    causal: bool,
+    window: tuple[int, int],
+    refused: dict[str, Any],
+) -> Tensor:
+    """`given`: the gradient of the output, q, k, v, the output, and the row sums' logarithms, which come back."""
+    refuse("flash_attn", refused)
+    dout, q, k, v, out, sums = given
+    how = how_of((q, k, v), *lengths, causal, window)
+    _KERNELS.backward_into(*gradients, dout, q, k, v, out, sums, *how)
+    return sums
 
 
 def _refused(given: dict[str, Any]) -> dict[str, Any]:
