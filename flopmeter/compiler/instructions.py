@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
+from flopmeter.compiler.loops import Places, Walk
 from flopmeter.compiler.regions import Sizes
-from flopmeter.costs.fused import is_held
 from flopmeter.costs.instructions import OF_OPS, OF_REDUCTIONS, WITHOUT
 from flopmeter.records.powers_of_two import power_of_two_from
 
 
-def instructions(node: Any, reduced: int, sizes: Sizes, *, is_inner: bool) -> int:
-    """The instructions of all threads of the kernel. `reduced`: the elements of a row, which a reduction combines.
+def instructions(parts: Sequence[Any], reduced: int, sizes: Sizes, *, is_inner: bool, held: bool) -> int:
+    """The instructions of all threads of a kernel with these loops. `reduced`: the elements of a row, which a reduction
+    combines. `held`: registers hold the rows.
 
     A value that is the same for a whole row, or for all rows, is computed once. One that repeats over other dimensions,
     such as the cosine of a position in each head, is computed again for each of them.
@@ -22,20 +23,20 @@ def instructions(node: Any, reduced: int, sizes: Sizes, *, is_inner: bool) -> in
     has one element of each of its rows. It then shares nothing between elements, and combines each row with other
     threads: a shuffle and an addition for each doubling.
     """
-    held = is_held(reduced, is_inner=is_inner)
     shares = is_inner or not held
     filled = power_of_two_from(reduced) if held and reduced > 1 else reduced
     combining = 0 if shares else 2 * (filled.bit_length() - 1)
     total, values = 0, _ComputedValues()
     reduces = False
-    for part in node.get_nodes():
-        body = getattr(part, "_body", None)
-        if body is None:
-            continue
+    loops = [part for part in parts if getattr(part, "_body", None) is not None]
+    differ = len({part.get_ranges() for part in loops}) > 1
+    for part in loops:
+        body = part._body
         if not held and reduces != bool(body.reduce_vars):  # another loop over the rows, which computes all again
             values, reduces = _ComputedValues(values.stored), not reduces
-        rows = _row_variables(body, reduced, sizes) if shares else set()
-        loop = _CountedLoop(body, rows, values, combining, is_held=held)
+        walk = Walk.of(body, reduced, sizes)
+        places = walk.places() if differ else {}
+        loop = _CountedLoop(body, walk.rows if shares else set(), places, values, combining, is_held=held)
         elements = prod(sizes(size) for sizes_of_loop in part.get_ranges() for size in sizes_of_loop)
         total += elements * loop.instructions()
     return total * filled // max(reduced, 1)
@@ -61,22 +62,14 @@ class _ComputedValues:
         return True
 
 
-def _row_variables(body: Any, reduced: int, sizes: Sizes) -> set[Any]:
-    """The loop variables that stay the same along a row; none in a kernel without reductions, which has no rows."""
-    if body.reduce_vars:
-        return set(body.iter_vars)
-    inner, variables = 1, list(body.iter_vars)
-    while variables and inner < reduced:
-        inner *= sizes(body.var_ranges[variables.pop()])
-    return set(variables) if reduced > 1 else set()
-
-
 class _CountedLoop:
-    """One loop of a kernel. `rows`: the variables that stay the same along a row. `combining`: instructions of a
-    reduction to combine threads."""
+    """One loop of a kernel. `rows`: the variables that stay the same along a row. `places`: what stands for a variable
+    in all loops of the kernel. `combining`: instructions of a reduction to combine threads."""
 
-    def __init__(self, body: Any, rows: set[Any], values: _ComputedValues, combining: int, *, is_held: bool):
-        self._body, self._rows, self._values, self._is_held = body, rows, values, is_held
+    def __init__(
+        self, body: Any, rows: set[Any], places: Places, values: _ComputedValues, combining: int, *, is_held: bool
+    ):
+        self._body, self._rows, self._places, self._values, self._is_held = body, rows, places, values, is_held
         self._combining = combining
         self._columns = {*body.iter_vars, *body.reduce_vars} - rows
         self._symbols: dict[Any, set[Any]] = {}  # what the value of a node depends on
@@ -106,7 +99,8 @@ class _CountedLoop:
     def _value(self, target: str, node: Any, where: object) -> object:
         """A number that is equal for ops that compute the same value. A load that is masked gives another value."""
         if target == "get_index":
-            return str(self._body.indexing_exprs[node.args[0]])
+            index = self._body.indexing_exprs[node.args[0]]
+            return str(index.xreplace(self._places).expand() if self._places else index)
         if target in self._body.subblocks:
             return node  # of this loop alone
         inputs = tuple(self._numbers.get(each, str(each)) for each in node.args[1:])

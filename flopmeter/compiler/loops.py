@@ -2,11 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from sympy import Expr, Integer, Symbol
 
 from flopmeter.compiler.regions import Sizes
 from flopmeter.torch_names import compiler as names
+
+
+_ROW, _COLUMN = Symbol("row"), Symbol("column")
+
+Places = Mapping[Any, Expr]
+"""What stands for a variable of a loop."""
+
+
+class Walk(NamedTuple):
+    """The variables of a loop of a kernel, the outermost first, with their sizes: those that move from row to row, and
+    those that move along a row."""
+
+    of_rows: tuple[tuple[Any, int], ...]
+    of_columns: tuple[tuple[Any, int], ...]
+    reduced: int  # elements of a row
+
+    @classmethod
+    def of(cls, body: Any, reduced: int, sizes: Sizes) -> Walk:
+        """`reduced`: the elements of a row of the kernel. A loop that reduces, but not as many, sums up columns."""
+        ranges = [(var, sizes(body.var_ranges[var])) for var in (*body.iter_vars, *body.reduce_vars)]
+        inner = ranges[len(body.iter_vars) :]
+        if inner and prod(size for _, size in inner) == reduced:
+            return cls(tuple(ranges[: len(body.iter_vars)]), tuple(inner), reduced)
+        outer, along = ranges[: len(body.iter_vars)], []
+        elements = 1
+        while outer and elements < reduced:
+            along.insert(0, outer.pop())
+            elements *= along[0][1]
+        return cls((*outer, *inner), tuple(along), reduced)
+
+    @property
+    def rows(self) -> set[Any]:
+        """The variables that stay the same along a row; none in a kernel without reductions, which has no rows."""
+        return {var for var, _ in self.of_rows} if self.reduced > 1 else set()
+
+    def places(self) -> Places:
+        """What stands for the variables, so that loops over the same elements in other orders have equal indices."""
+        elements = prod(size for _, size in self.of_columns)
+        if elements == self.reduced:
+            return _counted(self.of_rows, _ROW) | _counted(self.of_columns, _COLUMN)
+        return _counted((*self.of_rows, *self.of_columns), self.reduced * _ROW + _COLUMN)
+
+
+def _counted(variables: Sequence[tuple[Any, int]], count: Expr) -> dict[Any, Expr]:
+    """The last variable, by how many steps all of them have made."""
+    if not variables:
+        return {}
+    *outer, (last, size) = variables
+    steps, stride = Integer(0), size
+    for var, length in reversed(outer):
+        steps, stride = steps + stride * var, stride * length
+    return {last: count - steps}
 
 
 def is_inner(node: Any) -> bool:

@@ -13,20 +13,22 @@ from torch.fx import GraphModule
 
 from flopmeter.compiler.constants import constants_there, put_on_device
 from flopmeter.compiler.in_place import memory_taken
-from flopmeter.compiler.posing import pose
+from flopmeter.compiler.mixed_orders import as_launched
+from flopmeter.compiler.posing import CUDA, pose
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.private import no_dispatch_modes
 
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A scheduled graph: `graph` is inductor's GraphLowering, `nodes` are its scheduler's, in order."""
+    """A scheduled graph: `graph` is inductor's GraphLowering, `nodes` are the kernels of its scheduler, in order."""
 
     graph: Any
     nodes: Sequence[Any]
     bytes_of: Mapping[Any, int]  # read and written by each node, by the scheduler's own estimate
     user_outputs: frozenset[int]  # results that go to the program; the others are kept for the backward pass
     memory_taken: Mapping[str, str]  # by a buffer: the one whose memory it takes
+    sm_count: int  # of the device that it is scheduled for
 
 
 def copied(module: GraphModule) -> GraphModule:
@@ -92,10 +94,12 @@ def lower(module: Any, given: Sequence[Any], options: dict[str, Any]) -> Lowered
                 graph.run(*inputs)
                 _tell_strides(graph)
                 graph._update_scheduler()
-                nodes = list(graph.scheduler.nodes)
+                nodes = list(as_launched(graph.scheduler.nodes))
                 outputs = frozenset(module.graph.output_node().meta.get("user_visible_output_idxs", ()))
                 nbytes = {node: node.get_read_write_buffers_sizes() for node in nodes}
-                return Lowered(graph, nodes, nbytes, outputs, memory_taken(graph, nodes))
+                taken = memory_taken(graph, nodes)
+                sm_count = names.DEVICE_PROPERTIES.value(CUDA).multi_processor_count
+                return Lowered(graph, nodes, nbytes, outputs, taken, sm_count)
 
 
 def _lying_as(other: Any, value: Any) -> Any:

@@ -16,6 +16,7 @@ from flopmeter.compiler.known import KnownInGraph, makers_of_lengths
 from flopmeter.compiler.library_calls import UNREAD, LibraryCalls, runs_graphs
 from flopmeter.compiler.loops import is_inner, reads_again
 from flopmeter.compiler.lowering import Lowered
+from flopmeter.compiler.mixed_orders import WORKSPACE, ColumnSum, MixedOrders, blocks_of, mixed_orders
 from flopmeter.compiler.origins import (
     names_of,
     op_without_node,
@@ -28,7 +29,7 @@ from flopmeter.compiler.origins import (
 from flopmeter.compiler.placing import GraphBuffers, Placed, has_memory
 from flopmeter.compiler.regions import Bytes, Regions, Sizes, is_needed
 from flopmeter.compiler.triton_launches import launch_of
-from flopmeter.costs.fused import name_of
+from flopmeter.costs.fused import is_held, name_of
 from flopmeter.known_values import DataDependentError
 from flopmeter.records import Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
@@ -121,20 +122,36 @@ class _Planner:
         self._libraries = LibraryCalls(lowered.nodes, sizes, self._buffers)
 
     def plan(self) -> Plan:
-        steps = tuple(map(self._step, self._lowered.nodes))
+        made = [(node, tuple(self._steps(node))) for node in self._lowered.nodes]
+        steps = tuple(step for _, of_node in made for step in of_node)
         masked = {
             step.depends: flex.splits_keys(node.get_template_node())
-            for step, node in zip(steps, self._lowered.nodes, strict=True)
+            for node, of_node in made
+            for step in of_node
             if step.depends is not None and flex.is_flex(step.depends)
         }
         outputs = tuple(map(self._output, self._graph.graph_outputs))
         known = KnownInGraph(self._graph.graph, self._sizes, flex.mask_reads(masked))
         return Plan(tuple(self._graph.graph_input_names), steps, outputs, known, flex.Masks(masked, self._sizes))
 
+    def _steps(self, node: Any) -> Iterator[PlanStep]:
+        mixed = mixed_orders(node)
+        if mixed is None:
+            yield self._step(node)
+            return
+        made, frees = self._made(node), self._freed_after(node)
+        call, buffers, kernel, workspace = self._rows_and_columns(node, mixed)
+        yield PlanStep(Made((*made.allocated, workspace), made.taken), call, buffers, kernel, ())
+        sums = [step for number, each in enumerate(mixed.along_columns) for step in self._sum(each, workspace, number)]
+        yield from sums[:-1]
+        yield sums[-1]._replace(frees=(*sums[-1].frees, *frees, workspace.buffer))
+
+    def _freed_after(self, node: Any) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(map(self._buffers.base, node.last_usage)))
+
     def _step(self, node: Any) -> PlanStep:
         made = self._made(node)
-        read_last = (*map(self._buffers.base, node.last_usage), *(each for each in made.names if each.endswith(UNREAD)))
-        frees = tuple(dict.fromkeys(read_last))
+        frees = (*self._freed_after(node), *(each for each in made.names if each.endswith(UNREAD)))
         if isinstance(node.node, self._ir.DeviceCopy) and _is_host(node):  # what the program reads there is not known
             raise DataDependentError("aten._to_copy.default")
         is_free = isinstance(node, names.NOP_NODE.value) or isinstance(
@@ -164,17 +181,68 @@ class _Planner:
         """A kernel that inductor writes: what it reads and writes, and its origins."""
         numbers: dict[str, int] = {}
         reads, writes = (self._touched(part, numbers) for part in self._regions.of(node))
-        group = getattr(node, "group", None)
-        rows, reduced = map(self._sizes, group[1]) if group and len(group[1]) == 2 else (1, 1)
+        rows, reduced = self._shape_of(node)
         name = name_of([origin.op for origin in origins] or names_of(node)) or kind
         again, inner = reads_again(node, rows * reduced, self._sizes), is_inner(node)
-        run = instructions(node, reduced, self._sizes, is_inner=inner)
+        held = is_held(reduced, is_inner=inner)
+        run = instructions(node.get_nodes(), reduced, self._sizes, is_inner=inner, held=held)
         loops = (max(reduced, 1), rows, inner, again, run)
         cached_bytes = self._regions.cached_bytes(node)
         kernel = CompiledKernel(name, kind, reads, writes, origins, self._lowered.bytes_of[node], *loops, cached_bytes)
-        read, written = map(_specs, (reads, writes))
-        call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)
-        return call, tuple(numbers), kernel
+        return _call_of(kernel), tuple(numbers), kernel
+
+    def _rows_and_columns(self, node: Any, mixed: MixedOrders) -> tuple[Call, tuple[str, ...], CompiledKernel, Placed]:
+        """A kernel that reduces rows and sums columns, and its workspace."""
+        numbers: dict[str, int] = {}
+        rows, columns = self._shape_of(node.node1)
+        shape = len(mixed.along_columns), blocks_of(rows, self._lowered.sm_count), columns
+        stride = shape[1] * columns, columns, 1
+        workspace = Placed(mixed.name_of_workspace, shape, stride, 0, WORKSPACE, "meta")
+        read, written = self._regions.of(node, mixed.parts)
+        kept = [(name, nbytes) for name, nbytes in written if name not in mixed.partial]
+        reads, writes = self._touched(read, numbers), self._touched(kept, numbers)
+        writes = (*writes, *_in_full([workspace.spec(numbers)]))
+        origins = origins_of(mixed.parts, self._sizes, self._is_backward, self._libraries.nodes)
+        name = name_of([origin.op for origin in origins] or names_of(node))
+        run = instructions(mixed.parts, columns, self._sizes, is_inner=True, held=True)
+        nbytes = self._lowered.bytes_of[node]
+        kernel = CompiledKernel(name, "triton", reads, writes, origins, nbytes, columns, rows, True, False, run)
+        return _call_of(kernel), tuple(numbers), kernel, workspace
+
+    def _sum(self, column_sum: ColumnSum, workspace: Placed, number: int) -> Iterator[PlanStep]:
+        """The sum of what the blocks have added up, and its cast where the result has another type."""
+        _, blocks, columns = workspace.shape
+        whole = self._buffers.whole(self._buffers.base(column_sum.result.get_name()))
+        self._allocated.add(whole.buffer)
+        result = whole._replace(shape=(columns,), stride=(1,))
+        of_sum = workspace._replace(shape=(blocks, columns), stride=(columns, 1), offset=number * blocks * columns)
+        summed = result._replace(buffer=f"{whole.buffer}.sum", dtype=WORKSPACE)
+        origin = next(iter(origins_of([column_sum.part], self._sizes, self._is_backward)), None)
+        if whole.dtype == WORKSPACE:
+            yield self._apart(aten_overloads.sum.dim_IntList, ([0],), of_sum, result, origin)
+            return
+        yield self._apart(aten_overloads.sum.dim_IntList, ([0],), of_sum, summed, origin)
+        cast = self._apart(aten_overloads._to_copy.default, (), summed, result, origin)
+        yield cast._replace(frees=(summed.buffer,))
+
+    def _apart(self, op: Any, more: tuple[Any, ...], read: Placed, made: Placed, of: Origin | None) -> PlanStep:
+        """A kernel of torch's own that inductor's code calls. `of`: where in the program it belongs."""
+        numbers: dict[str, int] = {}
+        source, result = read.spec(numbers), made.spec(numbers)
+        options = {} if more else {"dtype": made.dtype}
+        call = Call(op, (source, *more), options, (source,), (result,))
+        origin = origin_without_node(call)
+        if of is not None:
+            origin = origin._replace(module=of.module, source=of.source, path=of.path)
+        nbytes = source.nbytes + result.nbytes
+        kernel = CompiledKernel(call.name, "library", _in_full([source]), _in_full([result]), (origin,), nbytes)
+        return PlanStep(Made((made,), ()), call, tuple(numbers), kernel, ())
+
+    def _shape_of(self, node: Any) -> tuple[int, int]:
+        """How many rows a kernel reduces, of how many elements each."""
+        group = getattr(node, "group", None)
+        rows, reduced = map(self._sizes, group[1]) if group and len(group[1]) == 2 else (1, 1)
+        return rows, reduced
 
     def _touched(self, part: Bytes, numbers: dict[str, int]) -> tuple[Region, ...]:
         return tuple(Region(self._buffers.whole(name).spec(numbers), nbytes) for name, nbytes in part)
@@ -267,9 +335,11 @@ class _Planner:
         if isinstance(node.node, self._ir.MultiOutput):
             return
         is_loops = all(isinstance(part, names.LOOPS_NODE.value) for part in node.get_nodes())
+        mixed = mixed_orders(node)
+        outputs = node.get_outputs() if mixed is None else mixed.outputs
         made = [
             buffer.node
-            for buffer in node.get_outputs()
+            for buffer in outputs
             if has_memory(buffer.node) and (not is_loops or is_needed(buffer, node))
         ]
         for buffer in (*made, *self._libraries.parts_of(node.node)):
@@ -286,6 +356,11 @@ class _Planner:
             return Constant(None)
         is_input = ir.get_name() in self._graph.graph_inputs
         return self._buffers.laid(ir) or (ir.get_name() if is_input else Constant(ir.value))
+
+
+def _call_of(kernel: CompiledKernel) -> Call:
+    read, written = map(_specs, (kernel.reads, kernel.writes))
+    return Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)
 
 
 def _in_full(specs: Iterable[TensorSpec]) -> tuple[Region, ...]:

@@ -57,7 +57,9 @@ _name(
 WRAPPER_CODE = _name("torch._inductor.codegen.wrapper", "PythonWrapperCodegen", "what asks which buffers are free")
 _name("torch._inductor.codegen.wrapper", "PythonWrapperCodegen.can_reuse", "whether a buffer is free")
 NOP_NODE = _name("torch._inductor.scheduler", "NopKernelSchedulerNode", "which nodes launch nothing")
-_name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")
+FUSED_NODE = _name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")
+MIXED_ORDERS = _name("torch._inductor.scheduler", "FusedMixOrderReductions", "which kernels sum rows and columns")
+_name("torch._inductor.ir", "ComputedBuffer._split_size", "which sums are split", on_instances=True)
 IR = _name("torch._inductor.ir", "IRNode", "what a graph is lowered to")
 MEMORY_DEP = _name("torch._inductor.dependencies", "MemoryDep", "which elements a kernel reads")
 UPDATE_VALUES = _name(
