@@ -63,6 +63,26 @@ def test_a_trace_is_refused_by_a_device_that_would_run_other_ops():
         meter.report(hardware="t4")
 
 
+def test_a_report_that_looks_at_unfused_attention_runs_nothing_in_a_meter_around_it():
+    q = torch.empty(1, 8, 64, 512, dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(1, 1, 1, 64, dtype=torch.bool, device="meta").expand(1, 8, 64, 64)
+    with FlopMeter("t4") as around:
+        with FlopMeter("t4") as meter:
+            F.scaled_dot_product_attention(q, q, q, mask)
+        before = len(around.trace.ops)
+        assert "has no fused kernel here" in meter.report().render()
+        assert len(around.trace.ops) == before
+
+
+def test_an_empty_mask_whose_elements_share_memory_can_be_made():
+    """As torch.empty_strided makes it of a mask that was expanded."""
+    with FlopMeter("t4") as meter:
+        mask = torch.empty_strided((4, 4), (0, 1), dtype=torch.bool, device="meta")
+        count = mask.fill_(True).sum().item()
+    assert count == 16
+    assert meter.trace.ops
+
+
 def test_unfused_attention_moves_many_times_the_bytes_of_fused_attention():
     totals = {}
     for hardware in ("h100-sxm5-80gb", "t4"):

@@ -39,6 +39,7 @@ class GpuAnswers:
         yield names.SET_CAPTURABLE, self._around_set_capturable
         yield names.CONVOLUTION_LAYOUT, self._in_place_of_convolution_layout
         yield names.HAS_TRITON, self._around_has_triton
+        yield names.START_OF_DEVICE, self._around_start_of_device
         if BACKWARD_GRAPH.present():
             yield BACKWARD_GRAPH, self._around_backward_graph
 
@@ -87,6 +88,11 @@ class GpuAnswers:
     def _around_has_triton(self, plain: Callable[..., bool]) -> Callable[..., bool]:
         """Without Triton and a device for it, Dynamo would trace into what launches a kernel."""
         return lambda *args, **kwargs: plain(*args, **kwargs) or (self._is_here() and triton_kernels.is_imported())
+
+    def _around_start_of_device(self, plain: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Asked for each tensor on the device that torch makes, also between the compilers of two graphs: where it
+        lays out what the backward graph takes as the forward graph has left it."""
+        return lambda device: None if self._is_here() else plain(device)
 
     @around
     def _around_set_capturable(self, plain: Callable[..., Any], variable: Any, *args: Any) -> Any:

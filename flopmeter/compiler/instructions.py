@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from typing import Any
 
-from flopmeter.compiler.loops import Places, Walk
+from sympy import Expr
+
+from flopmeter.compiler.loops import LoopOrder
 from flopmeter.compiler.regions import Sizes
 from flopmeter.costs.instructions import OF_OPS, OF_REDUCTIONS, WITHOUT
 from flopmeter.records.powers_of_two import power_of_two_from
 
 
-def instructions(parts: Sequence[Any], reduced: int, sizes: Sizes, *, is_inner: bool, held: bool) -> int:
+def instructions(
+    parts: Sequence[Any],
+    reduced: int,
+    sizes: Sizes,
+    *,
+    is_inner: bool,
+    held: bool,
+    column_sums: Collection[Any] = (),
+) -> int:
     """The instructions of all threads of a kernel with these loops. `reduced`: the elements of a row, which a reduction
-    combines. `held`: registers hold the rows.
+    combines. `held`: registers hold the rows. `column_sums`: the loops that add up columns.
 
     A value that is the same for a whole row, or for all rows, is computed once. One that repeats over other dimensions,
     such as the cosine of a position in each head, is computed again for each of them.
@@ -34,9 +44,9 @@ def instructions(parts: Sequence[Any], reduced: int, sizes: Sizes, *, is_inner: 
         body = part._body
         if not held and reduces != bool(body.reduce_vars):  # another loop over the rows, which computes all again
             values, reduces = _ComputedValues(values.stored), not reduces
-        walk = Walk.of(body, reduced, sizes)
-        places = walk.places() if differ else {}
-        loop = _CountedLoop(body, walk.rows if shares else set(), places, values, combining, is_held=held)
+        order = LoopOrder.of(body, reduced, sizes, sums_columns=part in column_sums)
+        places = order.places() | sizes.symbols if differ else {}
+        loop = _CountedLoop(body, order.rows if shares else set(), places, values, combining, is_held=held)
         elements = prod(sizes(size) for sizes_of_loop in part.get_ranges() for size in sizes_of_loop)
         total += elements * loop.instructions()
     return total * filled // max(reduced, 1)
@@ -67,7 +77,14 @@ class _CountedLoop:
     in all loops of the kernel. `combining`: instructions of a reduction to combine threads."""
 
     def __init__(
-        self, body: Any, rows: set[Any], places: Places, values: _ComputedValues, combining: int, *, is_held: bool
+        self,
+        body: Any,
+        rows: set[Any],
+        places: dict[Any, Expr],
+        values: _ComputedValues,
+        combining: int,
+        *,
+        is_held: bool,
     ):
         self._body, self._rows, self._places, self._values, self._is_held = body, rows, places, values, is_held
         self._combining = combining

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,14 +11,10 @@ from sympy import Expr, Integer, Symbol
 from flopmeter.compiler.regions import Sizes
 from flopmeter.torch_names import compiler as names
 
-
 _ROW, _COLUMN = Symbol("row"), Symbol("column")
 
-Places = Mapping[Any, Expr]
-"""What stands for a variable of a loop."""
 
-
-class Walk(NamedTuple):
+class LoopOrder(NamedTuple):
     """The variables of a loop of a kernel, the outermost first, with their sizes: those that move from row to row, and
     those that move along a row."""
 
@@ -27,17 +23,17 @@ class Walk(NamedTuple):
     reduced: int  # elements of a row
 
     @classmethod
-    def of(cls, body: Any, reduced: int, sizes: Sizes) -> Walk:
-        """`reduced`: the elements of a row of the kernel. A loop that reduces, but not as many, sums up columns."""
-        ranges = [(var, sizes(body.var_ranges[var])) for var in (*body.iter_vars, *body.reduce_vars)]
-        inner = ranges[len(body.iter_vars) :]
-        if inner and prod(size for _, size in inner) == reduced:
-            return cls(tuple(ranges[: len(body.iter_vars)]), tuple(inner), reduced)
-        outer, along = ranges[: len(body.iter_vars)], []
-        elements = 1
-        while outer and elements < reduced:
+    def of(cls, body: Any, reduced: int, sizes: Sizes, *, sums_columns: bool) -> LoopOrder:
+        """`reduced`: the elements of a row of the kernel. `sums_columns`: what this loop reduces are rows."""
+        outer, inner = (
+            [(var, sizes(body.var_ranges[var])) for var in variables]
+            for variables in (body.iter_vars, body.reduce_vars)
+        )
+        if inner and not sums_columns:
+            return cls(tuple(outer), tuple(inner), reduced)
+        along: list[tuple[Any, int]] = []
+        while outer and prod(size for _, size in along) < reduced:
             along.insert(0, outer.pop())
-            elements *= along[0][1]
         return cls((*outer, *inner), tuple(along), reduced)
 
     @property
@@ -45,7 +41,7 @@ class Walk(NamedTuple):
         """The variables that stay the same along a row; none in a kernel without reductions, which has no rows."""
         return {var for var, _ in self.of_rows} if self.reduced > 1 else set()
 
-    def places(self) -> Places:
+    def places(self) -> dict[Any, Expr]:
         """What stands for the variables, so that loops over the same elements in other orders have equal indices."""
         elements = prod(size for _, size in self.of_columns)
         if elements == self.reduced:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flopmeter.compiler.regions import Sizes
 from flopmeter.records.powers_of_two import power_of_two_up_to
 from flopmeter.torch_names import compiler as names
 

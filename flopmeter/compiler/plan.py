@@ -204,7 +204,8 @@ class _Planner:
         writes = (*writes, *_in_full([workspace.spec(numbers)]))
         origins = origins_of(mixed.parts, self._sizes, self._is_backward, self._libraries.nodes)
         name = name_of([origin.op for origin in origins] or names_of(node))
-        run = instructions(mixed.parts, columns, self._sizes, is_inner=True, held=True)
+        sums = [each.part for each in mixed.along_columns]
+        run = instructions(mixed.parts, columns, self._sizes, is_inner=True, held=True, column_sums=sums)
         nbytes = self._lowered.bytes_of[node]
         kernel = CompiledKernel(name, "triton", reads, writes, origins, nbytes, columns, rows, True, False, run)
         return _call_of(kernel), tuple(numbers), kernel, workspace
@@ -217,7 +218,7 @@ class _Planner:
         result = whole._replace(shape=(columns,), stride=(1,))
         of_sum = workspace._replace(shape=(blocks, columns), stride=(columns, 1), offset=number * blocks * columns)
         summed = result._replace(buffer=f"{whole.buffer}.sum", dtype=WORKSPACE)
-        origin = next(iter(origins_of([column_sum.part], self._sizes, self._is_backward)), None)
+        *_, origin = (None, *origins_of([column_sum.part], self._sizes, self._is_backward))
         if whole.dtype == WORKSPACE:
             yield self._apart(aten_overloads.sum.dim_IntList, ([0],), of_sum, result, origin)
             return
@@ -338,9 +339,7 @@ class _Planner:
         mixed = mixed_orders(node)
         outputs = node.get_outputs() if mixed is None else mixed.outputs
         made = [
-            buffer.node
-            for buffer in outputs
-            if has_memory(buffer.node) and (not is_loops or is_needed(buffer, node))
+            buffer.node for buffer in outputs if has_memory(buffer.node) and (not is_loops or is_needed(buffer, node))
         ]
         for buffer in (*made, *self._libraries.parts_of(node.node)):
             base = self._buffers.base(buffer.get_name())

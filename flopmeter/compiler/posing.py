@@ -130,8 +130,6 @@ def _posing_tensors() -> Iterator[Replacement]:
     yield torch.Tensor, "_make_subclass", staticmethod(_here(_make_posing, torch.Tensor._make_subclass))
     avoids = names.AVOID_DEVICE_INIT.value.fget
     yield FakeTensorMode, "avoid_device_init", property(_here(lambda _: True, avoids))
-    start = names.START_OF_DEVICE
-    yield start.owner, start.attribute, _here(lambda device: None, start.value)
     new_fake = FakeTensor.__new__
     yield FakeTensor, "__new__", staticmethod(_here(_never_on_meta(new_fake), new_fake))
     yield FakeTensor, "is_meta", property(lambda tensor: tensor.device.type == "meta")

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
+from sympy import Integer
 
 from flopmeter.costs.fused import bytes_added
 from flopmeter.known_values import DataDependentError
@@ -20,7 +21,7 @@ class Sizes:
     """Turns inductor's expressions into numbers."""
 
     def __init__(self, symbols: Mapping[Any, int]):
-        self._symbols = dict(symbols)
+        self.symbols = {symbol: Integer(size) for symbol, size in symbols.items()}
 
     def __call__(self, expression: Any) -> int:
         """Raises DataDependentError for a size that depends on data."""
@@ -28,8 +29,8 @@ class Sizes:
             return expression
         if isinstance(expression, torch.SymInt):
             expression = expression.node.expr
-        if self._symbols:
-            expression = expression.subs(self._symbols)
+        if self.symbols:
+            expression = expression.subs(self.symbols)
         try:
             return int(expression)
         except TypeError:

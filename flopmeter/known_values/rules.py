@@ -177,7 +177,8 @@ def blank(known: Knowledge, call: Invocation) -> Any:
 
 def _start_blank(known: Knowledge, tensor: Tensor) -> None:
     with no_modes():
-        known.set(tensor, torch.zeros_like(tensor, device="cpu"))
+        memory = torch.zeros(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype, device="cpu")
+        known.set(tensor, memory.as_strided(tensor.shape, tensor.stride()))
 
 
 def filled(known: Knowledge, call: Invocation) -> Any:

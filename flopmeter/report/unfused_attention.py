@@ -26,6 +26,7 @@ from flopmeter.as_cuda.attention_rules import (
     rules_for,
 )
 from flopmeter.costs import kernels_of
+from flopmeter.known_values.values import no_modes
 from flopmeter.records.memory_format import dense_strides
 from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.trace.recorder import Recorder
@@ -187,11 +188,11 @@ def unfused_notes(emulation: Emulation) -> list[str]:
     return [_note(call, emulation) for call in emulation.unfused_attention]
 
 
+@no_modes()  # another meter may be open around this one
 def _note(call: SdpaCall, emulation: Emulation) -> str:
     query, key, value = (_empty(operand) for operand in call.qkv)
     mask = None if call.mask is None else _empty(call.mask)
     with (
-        torch.no_grad(),
         sdpa_kernel(SDPBackend.MATH),
         emulate_cuda(emulation.target),
         Recorder(overrides=emulation.overrides) as recorder,

@@ -59,7 +59,7 @@ _name("torch._inductor.codegen.wrapper", "PythonWrapperCodegen.can_reuse", "whet
 NOP_NODE = _name("torch._inductor.scheduler", "NopKernelSchedulerNode", "which nodes launch nothing")
 FUSED_NODE = _name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")
 MIXED_ORDERS = _name("torch._inductor.scheduler", "FusedMixOrderReductions", "which kernels sum rows and columns")
-_name("torch._inductor.ir", "ComputedBuffer._split_size", "which sums are split", on_instances=True)
+_name("torch._inductor.ir", "ComputedBuffer._split_size", "which sums are split")
 IR = _name("torch._inductor.ir", "IRNode", "what a graph is lowered to")
 MEMORY_DEP = _name("torch._inductor.dependencies", "MemoryDep", "which elements a kernel reads")
 UPDATE_VALUES = _name(
