@@ -139,6 +139,3 @@ def test_no_device_is_started_between_the_compilers_of_two_graphs() -> None:
     with FlopMeter("h100-sxm5-80gb"):
         torch.compile(lambda x: x + 1)(meta(8))
         started.value(torch.device("cuda"))
-    if not torch.backends.cuda.is_built():
-        with pytest.raises((RuntimeError, AssertionError)):
-            started.value(torch.device("cuda"))
