@@ -134,6 +134,23 @@ for _ in range(12):
     optimizer.step()
     optimizer.zero_grad()
 """
+NAMED_TUPLES = """
+import collections
+import torch
+
+Place = collections.namedtuple("Place", "x y")
+
+def play():
+    collections.deque(map(Place, range(200_000), range(200_000)), 0)
+
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    play()
+    model(torch.zeros(8, 64).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
 def said_of(folder, program, *options):
@@ -153,3 +170,8 @@ def test_what_the_program_computes_in_modules_closures_and_decorated_functions_c
     said = said_of(tmp_path, IN_TORCH, "--steps", "6", *options)
     (told,) = re.findall(r"the program itself computes for some ([\d.]+) ms", said)
     assert float(told) == pytest.approx(20 + 20 + 10, rel=0.3)
+
+
+@needs_clocks
+def test_a_named_tuple_is_the_work_of_who_makes_it(tmp_path):
+    assert "most of it at program.py:8, in play:" in said_of(tmp_path, NAMED_TUPLES, "--steps", "6")
