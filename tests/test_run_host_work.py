@@ -134,14 +134,14 @@ for _ in range(12):
     optimizer.step()
     optimizer.zero_grad()
 """
-NAMED_TUPLES = """
-import collections
+IN_PYTHONS_OWN = """
+import collections.abc, itertools
 import torch
 
 Place = collections.namedtuple("Place", "x y")
 
 def play():
-    collections.deque(map(Place, range(200_000), range(200_000)), 0)
+    collections.deque({calls}, 0)
 
 model = torch.nn.Linear(64, 64).cuda()
 optimizer = torch.optim.SGD(model.parameters())
@@ -173,5 +173,13 @@ def test_what_the_program_computes_in_modules_closures_and_decorated_functions_c
 
 
 @needs_clocks
-def test_a_named_tuple_is_the_work_of_who_makes_it(tmp_path):
-    assert "most of it at program.py:8, in play:" in said_of(tmp_path, NAMED_TUPLES, "--steps", "6")
+@pytest.mark.parametrize(
+    ("calls", "what"),
+    [
+        ("map(Place, range(200_000), range(200_000))", "play"),
+        ("map(isinstance, range(200_000), itertools.repeat(collections.abc.Sequence))", "abc"),
+    ],
+)
+def test_what_python_computes_for_a_named_tuple_or_an_abstract_class_is_the_work_of_who_calls_it(tmp_path, calls, what):
+    said = said_of(tmp_path, IN_PYTHONS_OWN.format(calls=calls), "--steps", "6")
+    assert f"most of it at program.py:8, in {what}:" in said
