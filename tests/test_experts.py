@@ -77,6 +77,19 @@ def test_an_imbalance_of_one_loads_all_experts_alike_as_balanced_does():
     ] * 2
 
 
+@pytest.mark.parametrize(
+    ("routing", "tokens", "of_each_rank"),
+    # By chance some 256 (1 - (1 - 8/256)^32) = 163 experts are busy: 10 on each of 16 ranks, and 3 ranks have 11.
+    [("balanced", 2, {1}), ("balanced", 32, {16}), ("independent", 32, {10, 11})],
+)
+def test_each_rank_has_as_many_busy_experts_where_few_tokens_leave_some_idle(routing, tokens, of_each_rank):
+    law = routing_law(routing)
+    assert law is not None
+    picks = law.picks(tokens, 8, 256)
+    assert all(len(row.unique()) == 8 for row in picks)
+    assert set(torch.bincount(picks.unique() // 16, minlength=16).tolist()) == of_each_rank
+
+
 def test_the_report_says_which_law_was_assumed():
     assert any(text.startswith('routing={"imbalance": 1.3}') for text in metered(0, 1.3)[1].report().assumptions)
 

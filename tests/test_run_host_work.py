@@ -134,6 +134,23 @@ for _ in range(12):
     optimizer.step()
     optimizer.zero_grad()
 """
+IN_PYTHONS_OWN = """
+import collections.abc, itertools
+import torch
+
+Place = collections.namedtuple("Place", "x y")
+
+def play():
+    collections.deque({calls}, 0)
+
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    play()
+    model(torch.zeros(8, 64).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
 def said_of(folder, program, *options):
@@ -153,3 +170,16 @@ def test_what_the_program_computes_in_modules_closures_and_decorated_functions_c
     said = said_of(tmp_path, IN_TORCH, "--steps", "6", *options)
     (told,) = re.findall(r"the program itself computes for some ([\d.]+) ms", said)
     assert float(told) == pytest.approx(20 + 20 + 10, rel=0.3)
+
+
+@needs_clocks
+@pytest.mark.parametrize(
+    ("calls", "what"),
+    [
+        ("map(Place, range(200_000), range(200_000))", "play"),
+        ("map(isinstance, range(200_000), itertools.repeat(collections.abc.Sequence))", "abc"),
+    ],
+)
+def test_what_python_computes_for_a_named_tuple_or_an_abstract_class_is_the_work_of_who_calls_it(tmp_path, calls, what):
+    said = said_of(tmp_path, IN_PYTHONS_OWN.format(calls=calls), "--steps", "6")
+    assert f"most of it at program.py:8, in {what}:" in said

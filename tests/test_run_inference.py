@@ -118,6 +118,23 @@ def test_a_target_that_checks_many_tokens_of_a_draft_is_in_the_round_when_it_is_
     assert report.step.macs == 20 * 8 * 64 * 64 + 8 * 64 * 128
 
 
+def test_one_rank_of_many_goes_on_until_a_round_of_many_layers_has_come_again(ran):
+    report, out, _ = ran(
+        """
+        layers = [linear() for _ in range(40)]
+        with torch.no_grad():
+            for _ in range(5000):
+                for layer in layers:
+                    layer(x)
+        print("to the end")
+        """,
+        gpus=2,
+    )
+    assert out == ""
+    assert report.parts.marked_by == "rounds of calls: Linear ×40"
+    assert report.step.macs == 40 * 8 * 64 * 64
+
+
 def test_the_rounds_of_a_module_that_is_called_compiled_too_are_told_by_its_class(ran):
     report, _, _ = ran("""
         class Net(nn.Linear): pass

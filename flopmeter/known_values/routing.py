@@ -32,12 +32,16 @@ class RoutingLaw(NamedTuple):
         return self.imbalance is None
 
     def picks(self, rows: int, k: int, n: int) -> Tensor:
-        """[rows, k] on the CPU: the experts of each token, all different. Tokens of a vocabulary are picked from its
-        middle on: at its ends it has those that end a text."""
+        """[rows, k] on the CPU: the experts of each token, all different. If few are busy, they are spread over
+        all, as each rank of a group has as many. Tokens of a vocabulary are picked from its middle on: at its ends it
+        has those that end a text."""
         if self.imbalance is None:
             busy = max(k, round(n * (1 - (1 - k / n) ** rows))) if self.is_independent else n
-            first = busy // 2 if n > MOST_EXPERTS else 0
-            return (torch.arange(first, first + rows * k, device="cpu") % busy).view(rows, k)
+            turns = torch.arange(rows * k, device="cpu")
+            if n > MOST_EXPERTS:
+                return ((turns + busy // 2) % busy).view(rows, k)
+            busy = min(busy, rows * k)
+            return (turns % busy * n // busy).view(rows, k)
         # The experts' runs, one after another, fill the first choices of all tokens, then their second choices. No run
         # is longer than there are tokens, so that no token picks an expert twice.
         counts = self.counts(rows, k, n)

@@ -32,6 +32,7 @@ GIVES_WAY_S = 1e-4  # how long a thread goes on when another waits for it; ops r
 LEAST_SECONDS = 10 * INTERVAL_S  # of ten looks in all steps, so that chance decides little
 LEAST_SHARE = 0.25  # of a step's predicted time
 _OTHERS = ("torch", "flopmeter")
+_OF_ITS_CALLER = "namedtuple_"  # the module in which the standard library writes the code that makes a named tuple
 _NOT_IN_A_STEP = (
     "torch._",  # the compiler, which runs what it has made of the program on tensors of its own
     "torch.fx", "torch.export", "torch.jit",
@@ -119,7 +120,7 @@ class HostWork:
             module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
             if module.startswith(_NOT_IN_A_STEP):
                 return None
-            if found is None:
+            if found is None and not module.startswith(_OF_ITS_CALLER):
                 if module.partition(".")[0] in _OTHERS:
                     return None
                 if self._is_own(module, file):

@@ -143,7 +143,7 @@ def _entered() -> set[str]:
 
 
 def _is_installed(file: str) -> bool:
-    if file.startswith(_STANDARD_LIBRARY) or not _PACKAGES.isdisjoint(Path(file).parts):
+    if file.startswith((_STANDARD_LIBRARY, _FROZEN)) or not _PACKAGES.isdisjoint(Path(file).parts):
         return True
     return any(file.startswith(folder + os.sep) and _has_records_of_pip(folder) for folder in sys.path if folder)
 
@@ -155,6 +155,7 @@ def _has_records_of_pip(folder: str) -> bool:
 
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_FROZEN = "<frozen "  # of modules of the standard library that are part of the interpreter, such as abc
 _COMMANDS = {"bin", "Scripts"}  # folders in which pip writes them
 _COMPILED = tuple(EXTENSION_SUFFIXES)
 _PACKAGES = {"site-packages", "dist-packages"}  # folders that pip and Debian install into
