@@ -68,3 +68,15 @@ def test_a_tensor_that_a_function_lets_go_is_freed_though_the_function_subscript
         program()
     pick = 100 * 1000 * 4
     assert meter.report().memory.peak_bytes == table.nbytes + rows.nbytes + 2 * pick
+
+
+def test_what_locals_gave_a_function_stays_as_it_was_though_the_function_subscripts_by_a_variable():
+    table, rows = torch.empty(10, 4, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
+
+    def program(source: torch.Tensor, places: torch.Tensor) -> list[str]:
+        given = locals()
+        source[places]
+        return sorted(set(given) - {"given"})
+
+    with FlopMeter():
+        assert program(table, rows) == ["places", "source"]
