@@ -50,3 +50,33 @@ def test_without_columns_in_the_program_the_numbers_stay_unknown_and_it_runs_as_
         assert fourth(X.to("meta")) == 3
     with FlopMeter(), pytest.raises(DataDependentError):
         FunctionType(compiled, globals())(X.to("meta"))
+
+
+def test_a_tensor_that_a_function_lets_go_is_freed_though_the_function_subscripts_by_a_variable():
+    """Two picks of 100 rows of 4 KB, one after the other: one of them is alive at a time, with its double."""
+    table, rows = torch.empty(10, 1000, device="meta"), torch.empty(100, dtype=torch.int64, device="meta")
+
+    def program() -> None:
+        picked = table[rows]
+        doubled = picked * 2
+        del picked
+        again = table[rows]
+        del doubled
+        again * 2
+
+    with FlopMeter() as meter:
+        program()
+    pick = 100 * 1000 * 4
+    assert meter.report().memory.peak_bytes == table.nbytes + rows.nbytes + 2 * pick
+
+
+def test_what_locals_gave_a_function_stays_as_it_was_though_the_function_subscripts_by_a_variable():
+    table, rows = torch.empty(10, 4, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
+
+    def program(source: torch.Tensor, places: torch.Tensor) -> list[str]:
+        given = locals()
+        source[places]
+        return sorted(set(given) - {"given"})
+
+    with FlopMeter():
+        assert program(table, rows) == ["places", "source"]

@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from flopmeter.known_values.assumptions import program_frame
+from flopmeter.torch_names.frames import locals_of
 
 
 def index_lists() -> list[list[int]]:
@@ -49,7 +50,7 @@ def _expression(code: CodeType, instruction: int) -> ast.expr | None:
 
 def _value(element: ast.expr, frame: FrameType) -> object:
     if isinstance(element, ast.Name):
-        found: Any = frame.f_locals.get(element.id, frame.f_globals.get(element.id))
+        found: Any = locals_of(frame).get(element.id, frame.f_globals.get(element.id))
         return found.tolist() if hasattr(found, "__array_interface__") else found
     try:
         return ast.literal_eval(element)
