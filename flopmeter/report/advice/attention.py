@@ -15,6 +15,7 @@ from flopmeter.costs.rules import in_one_piece
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.bent_scores import FLEX, are_bent, body_of, flexed
+from flopmeter.report.advice.compiled_attention import compiled_attentions
 from flopmeter.report.advice.found_attention import FoundAttention, Operands, attention_around, softmaxes
 from flopmeter.report.advice.fused_attention import Bias, FusedCall, NoKernelError, backend_of, fused, fused_call
 from flopmeter.report.advice.graph import Graph
@@ -60,10 +61,9 @@ def materialised_attention_of_bent_scores(report: Report, trace: Trace) -> Itera
 
 def _fusible(report: Report, graph: Graph, kernels: _MakesFused) -> _Fusible:
     found, taken, put_in, leaves_some = list[FoundAttention](), set[int](), dict[int, Op](), False
-    has_it = in_templates(graph.trace) if kernels is _flexed else ()
-    for softmax in softmaxes(graph, of_math_path=False):
-        attention = None if softmax in has_it else attention_around(graph, softmax)
-        if attention is None or attention.ops & taken or _gives_weights(graph, attention):
+    written_out = _written_out(graph, in_templates(graph.trace) if kernels is _flexed else ())
+    for attention in (*written_out, *(compiled_attentions(graph) if kernels is _fused else ())):
+        if attention.ops & taken or _gives_weights(graph, attention):
             continue
         if are_differentiated(graph.trace, attention.ops):
             leaves_some = True
@@ -73,6 +73,14 @@ def _fusible(report: Report, graph: Graph, kernels: _MakesFused) -> _Fusible:
             found.append(attention)
             taken |= attention.ops
     return _Fusible(found if are_in_torch(put_in.values()) else [], put_in, leaves_some)
+
+
+def _written_out(graph: Graph, but: Collection[int]) -> Iterator[FoundAttention]:
+    """The attentions that run op by op, without those of these softmaxes."""
+    for softmax in softmaxes(graph, of_math_path=False):
+        attention = None if softmax in but else attention_around(graph, softmax)
+        if attention is not None:
+            yield attention
 
 
 def _gives_weights(graph: Graph, attention: FoundAttention) -> bool:

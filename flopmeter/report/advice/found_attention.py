@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from flopmeter.costs.access import HALVES
-from flopmeter.records import Op, TensorSpec
+from flopmeter.records import CompiledKernel, Op, TensorSpec
 from flopmeter.report.advice.graph import Graph
 from flopmeter.report.advice.rewrite import is_dense, is_view
 from flopmeter.torch_names.operators import aten
@@ -30,6 +30,7 @@ COPIES: frozenset[ProductStep] = frozenset({"copy"})
 _SOFTMAX = (aten._softmax, aten._safe_softmax)
 _PRODUCTS = (aten.bmm, aten.baddbmm, aten.mm, aten.matmul)
 _COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.contiguous)
+_COPIED_IN_KERNELS = {"clone", "contiguous", "copy_", "_to_copy", "mul"}  # with the scale
 _RESHAPES = (aten.expand, aten.view, aten._unsafe_view)
 _TRIANGLES = (aten.tril, aten.triu)
 _ADDITIONS = (aten.add, aten.add_)
@@ -90,37 +91,37 @@ def _is_softmax(graph: Graph, index: int) -> bool:
 def attention_around(graph: Graph, softmax: int, steps: Set[ProductStep] = COPIES) -> FoundAttention | None:
     """The attention of a softmax, with ops next to its products that do one of these steps. None if no matmul makes its
     scores, or none takes its probabilities."""
-    around, phase = _AroundSoftmax(graph, softmax), graph.ops[softmax].phase
-    products = [index for index in around.products if graph.ops[index].phase == phase]
-    scoring = [index for index in products if around.makes_scores(index)]
-    mixing = [index for index in products if not around.makes_scores(index)]
-    count = sum(_is_softmax(graph, index) for index in around.ops)
-    is_one = len(scoring) == len(mixing) == count == 1
-    return around.attention(scoring[0], mixing[0], steps) if is_one else None
+    around = AroundSoftmax(graph, softmax, graph.ops[softmax].inputs[0])
+    return around.one_attention(sum(_is_softmax(graph, index) for index in around.ops), steps)
 
 
-class _AroundSoftmax:
-    """The ops around a softmax: those that touch a tensor of the scores' size, and then those next to its products."""
+class AroundSoftmax:
+    """The ops around a softmax of these scores: those that touch a tensor of the scores' size, and then those next to
+    its products."""
 
-    def __init__(self, graph: Graph, softmax: int) -> None:
-        self._graph, self.scores = graph, graph.ops[softmax].inputs[0]
-        self._of_scores = self._storages_of_scores(graph.ops[softmax])
-        touching = (index for number in self._of_scores for index in graph.touching[number])
+    def __init__(self, graph: Graph, softmax: int, scores: TensorSpec) -> None:
+        self._graph, self._phase, self.scores = graph, graph.ops[softmax].phase, scores
+        self.of_scores = self._storages_of_scores(graph.ops[softmax])
+        touching = (index for number in self.of_scores for index in graph.touching[number])
         self.ops = {index for index in touching if not is_view(graph.ops[index])}
         self.products = [index for index in sorted(self.ops) if graph.ops[index].packet in _PRODUCTS]
 
     def _storages_of_scores(self, softmax: Op) -> set[int]:
         """Storages of the scores' size that ops other than matmuls make from one another."""
-        size, found = self.scores, softmax.reads | softmax.makes
+        found = {spec.storage for spec in (*softmax.inputs, *softmax.outputs) if self._is_alike(spec)}
         todo = list(found)
         while todo:
             ops = (self._graph.ops[index] for index in self._graph.touching[todo.pop()])
             for spec in (spec for op in ops if op.packet not in _PRODUCTS for spec in (*op.inputs, *op.outputs)):
-                is_alike = spec.numel == size.numel and spec.shape[-2:] == size.shape[-2:] and is_dense(spec)
-                if is_alike and spec.storage not in found and self._graph.maker(spec.storage) is not None:
+                is_new = self._is_alike(spec) and spec.storage not in found
+                if is_new and self._graph.maker(spec.storage) is not None:
                     found.add(spec.storage)
                     todo.append(spec.storage)
         return self._made_of_products(found)
+
+    def _is_alike(self, spec: TensorSpec) -> bool:
+        size = self.scores
+        return spec.numel == size.numel and spec.shape[-2:] == size.shape[-2:] and is_dense(spec)
 
     def _made_of_products(self, storages: set[int]) -> set[int]:
         """Those of the storages that matmuls make, and what is made of them: not a mask that is as large. (A backward
@@ -133,9 +134,17 @@ class _AroundSoftmax:
         return made
 
     def makes_scores(self, product: int) -> bool:
-        return not self._of_scores.isdisjoint(self._graph.ops[product].makes)
+        return not self.of_scores.isdisjoint(self._graph.ops[product].makes)
 
-    def attention(self, scoring: int, mixing: int, steps: Set[ProductStep]) -> FoundAttention:
+    def one_attention(self, softmaxes: int, steps: Set[ProductStep] = COPIES) -> FoundAttention | None:
+        """The attention, if one product makes its scores, another takes its probabilities, and it has one softmax."""
+        products = [index for index in self.products if self._graph.ops[index].phase == self._phase]
+        scoring = [index for index in products if self.makes_scores(index)]
+        mixing = [index for index in products if not self.makes_scores(index)]
+        is_one = len(scoring) == len(mixing) == softmaxes == 1
+        return self._attention(scoring[0], mixing[0], steps) if is_one else None
+
+    def _attention(self, scoring: int, mixing: int, steps: Set[ProductStep]) -> FoundAttention:
         ops, touching = self._graph.ops, [self._graph.ops[index] for index in sorted(self.ops)]
         operands = {index: self._take_operands(ops[index], steps) for index in self.products}
         results = {
@@ -171,7 +180,7 @@ class _AroundSoftmax:
         )
 
     def _take_operands(self, product: Op, steps: Set[ProductStep]) -> list[TensorSpec]:
-        operands = (spec for spec in product.inputs if spec.storage not in self._of_scores)
+        operands = (spec for spec in product.inputs if spec.storage not in self.of_scores)
         return [self._take_before(spec, steps) for spec in operands]
 
     def _take_before(self, operand: TensorSpec, steps: Set[ProductStep]) -> TensorSpec:
@@ -183,7 +192,7 @@ class _AroundSoftmax:
             if step is None or step not in steps or not self._graph.is_read_only_by(operand.storage, self.ops):
                 break
             self.ops.add(maker)
-            operand = op.inputs[0]
+            operand = op.inputs[0] if not ops_in(op) else operand._replace(storage=op.inputs[0].storage)
             if step == "cast":
                 break
             if step == "scaling":
@@ -223,7 +232,7 @@ class _AroundSoftmax:
         """What is added to the scores and what says where they are filled, which SDPA takes as its mask, and what the
         sum that gives it its gradient reads. A causal one is among them beside others alone: SDPA takes either."""
         ops = (op for op in touching if op.packet in (*_ADDITIONS, *_FILLS) and op.phase != "backward")
-        given = ((op, spec) for op in ops for spec in op.inputs if spec.storage not in self._of_scores)
+        given = ((op, spec) for op in ops for spec in op.inputs if spec.storage not in self.of_scores)
         masks = dict.fromkeys(
             spec
             for op, spec in given
@@ -255,6 +264,9 @@ class _AroundSoftmax:
 
 def _step_of(op: Op) -> ProductStep | None:
     """The step that the op does, if it does nothing else. A cast is one between 16 bits and fp32."""
+    if inside := ops_in(op):
+        is_copy = inside <= _COPIED_IN_KERNELS and len(op.inputs) == len(op.outputs) == 1
+        return "copy" if is_copy and op.inputs[0].dtype == op.outputs[0].dtype else None
     if op.packet is aten.mul and len(op.inputs) == 1:
         return "scaling"
     if op.packet not in _COPIES or not op.inputs:
@@ -263,6 +275,12 @@ def _step_of(op: Op) -> ProductStep | None:
     if len(types) == 1:
         return "copy"
     return "cast" if torch.float32 in types and types & set(HALVES) else None
+
+
+def ops_in(op: Op) -> set[str]:
+    """The ops that a kernel of inductor's was made of; none of another one."""
+    kernel = op.call.kwargs.get("kernel")
+    return {origin.op for origin in kernel.origins} if isinstance(kernel, CompiledKernel) else set()
 
 
 def _compares_places(graph: Graph, storage: int) -> bool:
