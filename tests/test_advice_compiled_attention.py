@@ -107,6 +107,25 @@ def test_a_mask_that_is_added_goes_to_the_fused_kernel() -> None:
     assert proposal.then.kernel_seconds == pytest.approx(mended.kernel_seconds, rel=0.05)
 
 
+def packed(attend: Attend) -> Attend:
+    """Each token looks at those before it of the same document. `mask` has the documents of each sequence."""
+
+    def attend_within(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        assert mask is not None
+        places = torch.arange(TOKENS, device=q.device)
+        seen = (places[None] <= places[:, None]) & (mask[:, :, None] == mask[:, None])
+        return attend(q, k, v, torch.where(seen, 0.0, float("-inf")).to(q.dtype)[:, None])
+
+    return attend_within
+
+
+def test_documents_packed_into_sequences_are_no_causal_mask() -> None:
+    documents = torch.empty(BATCH, TOKENS, dtype=torch.int64, device="meta")
+    (proposal,) = told(compiled(packed(written()), documents, train=False))
+    mended = compiled(packed(fused()), documents, train=False)
+    assert proposal.then.kernel_seconds == pytest.approx(mended.kernel_seconds, rel=0.05)
+
+
 def test_scores_that_a_function_bends_are_left_alone() -> None:
     """SDPA has no soft cap."""
     assert not told(compiled(written(bend=lambda scores: 30 * torch.tanh(scores / 30))))

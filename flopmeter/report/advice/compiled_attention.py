@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from flopmeter.records import Op, TensorSpec
 from flopmeter.report.advice.found_attention import AroundSoftmax, FoundAttention, ops_in
 from flopmeter.report.advice.fused_attention import dense
@@ -72,24 +74,38 @@ def _makes_nothing_else(graph: Graph, found: FoundAttention, of_scores: set[int]
 
 def _as_the_kernel_does(found: FoundAttention, softmax: Op, of_scores: set[int]) -> FoundAttention | None:
     """With the mask and the dropout of the kernel that does the softmax, whose result has sequences apart from heads. A
-    mask is causal if the kernel compares places, or if all sequences share it. None where it is not known how a mask
-    lies over the scores."""
+    mask is causal if the kernel compares places, or if all sequences share it; what differs from sequence to sequence
+    is priced as what SDPA adds in its place. None where it is not known how a mask lies over the scores."""
     origins, scores = ops_in(softmax), found.scores
     shapes = (spec.shape for spec in softmax.outputs if len(spec.shape) == 4 and spec.numel == scores.numel)
     shape = next(shapes, scores.shape)
     given = [spec for spec in softmax.inputs if spec.storage not in of_scores and spec.numel > 1]
-    masks = tuple(spec for spec in given if spec.shape[-1:] == shape[-1:])
-    is_causal = found.is_causal or (not masks and not _COMPARISONS.isdisjoint(origins))
-    if "index" in origins and len(given) > len(masks):  # a table, such as that of a bias by position
+    masks = [spec for spec in given if spec.shape[-1:] == shape[-1:] and _says_where(spec)]
+    compares = not _COMPARISONS.isdisjoint(origins)
+    is_causal = found.is_causal or (not masks and compares)
+    if "index" in origins and not compares:  # a table, such as that of a bias by position
         return None
     if is_causal:
-        masks = ()
-    elif masks and (len(shape) != 4 or not all(spec.dtype.is_floating_point for spec in masks)):
+        masks = []
+    elif masks and len(shape) != 4:
         return None
     return found._replace(
         scores=dense(shape, scores.dtype, scores.device)._replace(storage=scores.storage),
-        masks=masks,
+        masks=tuple(_added(spec, shape, scores.dtype, compares=compares) for spec in masks),
         is_causal=is_causal,
         dropout=_DROPOUT_P if origins & {"native_dropout", "dropout"} else 0.0,
         on_scores=(),
     )
+
+
+def _says_where(spec: TensorSpec) -> bool:
+    """Whether it holds numbers or truths for keys, or the places of each sequence's tokens, which may be packed."""
+    return spec.dtype is torch.bool or spec.dtype.is_floating_point or (len(spec.shape) > 1 and spec.shape[0] > 1)
+
+
+def _added(spec: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype, *, compares: bool) -> TensorSpec:
+    """What SDPA adds: numbers as they are, else numbers for all keys, of each query where places are compared."""
+    if spec.dtype.is_floating_point:
+        return spec
+    queries = shape[-2] if compares else 1
+    return dense((shape[0], 1, queries, shape[-1]), dtype, spec.device)._replace(storage=spec.storage)
