@@ -9,6 +9,7 @@ of the device.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -31,9 +32,9 @@ def around_create_proxy(
     plain: Callable[..., Any], tracer: Any, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
 ) -> Any:
     """The function that puts a call into Dynamo's graph."""
-    moved = _MOVED.get(target) if kind == "call_function" and kwargs.get("device") == META else None
+    moved = _MOVED.get(_own(target)) if kind == "call_function" and kwargs.get("device") == META else None
     if kind == "call_function" and target in _SUBSCRIPTS and _is_on_meta(args[0]):
-        put = functools.partial(plain, tracer, "call_function", _MOVED[torch.tensor], kwargs={"device": META})
+        put = functools.partial(plain, tracer, "call_function", _MOVED[_own(torch.tensor)], kwargs={"device": META})
         args = (args[0], _with_places(args[1], put), *args[2:])
     return plain(tracer, kind, moved or target, args, kwargs, *rest, **more)
 
@@ -56,7 +57,12 @@ def _moved(make: Callable[..., torch.Tensor], *args: Any, device: torch.device, 
     return make(*args, **kwargs).to(device)
 
 
-_MOVED: dict[Any, Callable[..., torch.Tensor]] = {make: _moved(make) for make in (torch.tensor, torch.as_tensor)}
+def _own(function: Any) -> Any:
+    """torch's own function, where meters have put others around it."""
+    return inspect.unwrap(function) if callable(function) else function
+
+
+_MOVED = {make: _moved(make) for make in map(_own, (torch.tensor, torch.as_tensor))}
 
 
 def put_on_device(module: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -69,6 +70,13 @@ OnCompiledCall = Callable[[Owner], Callable[[], None]]
 when the compiled call has ended. Dynamo hides the hooks that would tell."""
 
 
+class _Open(threading.local):
+    session: Session | None = None
+
+
+_open = _Open()  # the innermost session of this thread
+
+
 class Session:
     """A context: functions that the program compiles in this thread are compiled by inductor for `device`.
 
@@ -108,9 +116,13 @@ class Session:
         self._hidden = ExitStack()
         self._undo = ExitStack()
         self._is_installed = self._is_called = False
+        self._around: Session | None = None
 
     def __enter__(self) -> Session:
         """Nothing of inductor is imported, which takes a second, until the program needs it."""
+        self._around = _open.session
+        self._undo.callback(setattr, _open, "session", self._around)
+        _open.session = self
         self._undo.callback(ignore_warning(_WARNING_OF_HOOKS))
         if self._outermost:
             self._install()
@@ -162,8 +174,11 @@ class Session:
         return names.AROUND_CALL.value(*args)  # by now another one
 
     def _install(self) -> None:
+        """Asks to be told of what is compiled, before the sessions around this one are: what runs in it is its own."""
         if self._is_installed:
             return
+        if self._around is not None:
+            self._around._install()
         self._is_installed = True
         # Modules of the compiler make tables of torch's functions when they are imported.
         with self._frames.as_torch_is():
