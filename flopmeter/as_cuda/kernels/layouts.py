@@ -1,7 +1,8 @@
 """How results lie in memory where torch's kernels for meta tensors let them lie otherwise than CUDA's do.
 
 The kernels that CUDA shares with the CPU say it: aten/src/ATen/native/BinaryOps.cpp, Loss.cpp, SoftMax.cpp, and of
-CUDA's own cuda/Loss.cu, cuda/layer_norm_kernel.cu, cuda/Normalization.cu. What follows on a result may have to copy it, or not.
+CUDA's own cuda/Loss.cu, cuda/layer_norm_kernel.cu, cuda/Normalization.cu. What follows on a result may have to copy it,
+or not.
 """
 
 from __future__ import annotations
