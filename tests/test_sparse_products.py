@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flopmeter
 from flopmeter import FlopMeter
@@ -199,3 +200,31 @@ def test_a_sparse_tensor_of_unknown_numbers_comes_to_the_host_with_its_known_pla
         host = sparse.cpu()
         assert (host.device.type, host._nnz(), str(sparse).count("nnz=4")) == ("cpu", ELEMENTS, 1)
         assert torch.equal(host._indices(), INDICES)
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_values_of_a_sparse_matrix_that_learn_get_a_gradient_by_the_ops_of_the_host():
+    """As attention over the edges of a graph has them. The gradient of the matrix is sparse, and is masked again."""
+
+    def learn(device: str) -> torch.Tensor:
+        values = torch.ones(ELEMENTS, device=device, requires_grad=True)
+        matrix = torch.sparse_coo_tensor(INDICES.to(device), values, (ROWS, COLUMNS))
+        torch.sparse.mm(matrix, torch.ones(COLUMNS, WIDTH, device=device)).sum().backward()
+        return values.grad
+
+    with Ops() as host:
+        learn("cpu")
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        gradient = learn("meta")
+    assert (gradient.shape, gradient.layout) == ((ELEMENTS,), torch.strided)
+    masks = [op for op in meter.trace.ops if op.call.name == "sparse_mask"]
+    assert len(masks) == host.names.count("aten.sparse_mask.default") == 2

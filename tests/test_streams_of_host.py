@@ -183,6 +183,17 @@ def test_a_gradient_that_lies_otherwise_than_the_input_becomes_what_it_does_on_t
         assert lie("meta") == lie("cpu")
 
 
+def test_the_gradient_of_a_frozen_batch_norm_lies_as_its_input_does_on_the_host_whatever_comes_back() -> None:
+    def lie(device: str) -> tuple[int, ...]:
+        norm = torch.nn.BatchNorm2d(3, device=device).eval()
+        x = torch.rand(2, 3, 4, 4, device=device, requires_grad=True)
+        comes_back = torch.rand(2, 3, 4, 4, device=device).contiguous(memory_format=torch.channels_last)
+        return torch.autograd.grad(norm(x), x, comes_back)[0].stride()
+
+    with FlopMeter():
+        assert lie("meta") == lie("cpu") == (48, 16, 4, 1)
+
+
 FORWARD_MODE = {
     "a gradient of zeros and another one": lambda x: (x - 2) * x / 3 + x.sum() - x,
     "a linear layer": lambda x: F.linear(x, x.detach() * 2, x.detach()[0]).tanh(),

@@ -1,7 +1,8 @@
 """How results lie in memory where torch's kernels for meta tensors let them lie otherwise than CUDA's do.
 
 The kernels that CUDA shares with the CPU say it: aten/src/ATen/native/BinaryOps.cpp, Loss.cpp, SoftMax.cpp, and of
-CUDA's own cuda/Loss.cu, cuda/layer_norm_kernel.cu. What follows on a result may have to copy it, or not.
+CUDA's own cuda/Loss.cu, cuda/layer_norm_kernel.cu, cuda/Normalization.cu. What follows on a result may have to copy it,
+or not.
 """
 
 from __future__ import annotations
@@ -54,6 +55,17 @@ def layer_norm_backward(
     return tuple(_dense(of) if is_wanted and of is not None else None for of, is_wanted in wanted)
 
 
+def batch_norm_backward(
+    grad: Tensor, tensor: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    mean: Tensor | None, rstd: Tensor | None, train: bool, eps: float, mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Only in training do channels that lie last stay there."""
+    wanted = zip((tensor, weight, weight), mask, strict=True)
+    to_input, *others = (_dense(of) if is_wanted and of is not None else None for of, is_wanted in wanted)
+    keeps = train and not tensor.is_contiguous() and to_input is not None
+    return (torch.empty_like(tensor) if keeps else to_input, *others)
+
+
 def _dense(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -71,5 +83,6 @@ _KERNELS: dict[str, DispatcherKernel] = {
     **dict.fromkeys((f"{kind}_loss_backward" for kind in ("mse", "smooth_l1", "huber")), second_without_gaps),
     "_log_softmax_backward_data": log_softmax_backward,
     "native_layer_norm_backward": layer_norm_backward,
+    "native_batch_norm_backward": batch_norm_backward,
     **dict.fromkeys((f"{kind}_backward" for kind in _ACTIVATIONS), as_in_both),
 }

@@ -55,8 +55,8 @@ def clone(tensor: Tensor, *, memory_format: torch.memory_format | None = None) -
 
 
 def sparse_mask(tensor: Tensor, mask: Tensor) -> Tensor:
-    """The elements of a dense tensor at the indices of `mask`."""
-    values = tensor.new_empty(mask._values().shape)
+    """The elements of a tensor, dense or sparse itself, at the indices of `mask`."""
+    values = torch.empty(mask._values().shape, dtype=tensor.dtype, device="meta")
     return _sparse(mask, mask._indices(), values, is_coalesced=mask.is_coalesced())
 
 
