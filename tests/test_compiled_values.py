@@ -158,3 +158,23 @@ def test_a_meter_inside_of_another_one_sees_the_kernels_of_functions_that_were_c
         compiled(x)
     report = inner.report()
     assert (report.bytes_read, report.bytes_written) == (4 * 1000, 4 * 1000)
+
+
+def test_a_learned_vector_put_where_a_mask_says_leaves_its_function_to_eager_torch() -> None:
+    """Its gradient has a length that hangs on values, which AOTAutograd refuses, and Dynamo ends the graph: so a
+    Wav2Vec2 masks its frames. Recorded is the eager stream, and the report says so."""
+
+    def masked(x: Tensor, vector: Tensor, mask: Tensor) -> Tensor:
+        x = x * 2
+        x[mask] = vector
+        return x
+
+    names = []
+    for run in (masked, torch.compile(masked)):
+        vector = torch.empty(WIDTH, device="meta", requires_grad=True)
+        with FlopMeter("h100-sxm5-80gb", mask_fraction=0.5) as meter:
+            mask = torch.empty(TOKENS, dtype=torch.bool, device="meta")
+            run(torch.empty(TOKENS, WIDTH, device="meta"), vector, mask).sum().backward()
+        names.append([kernel.cost.name for kernel in meter.report().kernels])
+    assert names[0] == names[1]
+    assert "not compiled, so run eagerly: masked" in meter.report().render()

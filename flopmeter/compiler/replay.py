@@ -24,7 +24,7 @@ from flopmeter.compiler.pricing import uncounted_in
 from flopmeter.compiler.regions import Sizes
 from flopmeter.known_values.assumptions import TORCH, caller
 from flopmeter.records import Call, CompiledGraph, CompiledKernel, FlexBody, Origin, Phase
-from flopmeter.torch_names.frames import callers
+from flopmeter.torch_names.frames import callers, locals_of
 from flopmeter.torch_names.private import is_compiled_backward, no_dispatch_modes
 from flopmeter.trace.recorder import Recorder
 
@@ -287,17 +287,17 @@ class _Paths:
     def _of_frame(self, graph: CompiledGraph) -> str:
         """The path of the module whose method the program compiled, or that called the compiled function."""
         frame = next((frame for frame in callers() if graph.function == name_of(frame.f_code)), None)
-        held = list(frame.f_locals.values()) if frame else []
-        for value in held:
+        held = locals_of(frame) if frame else {}
+        for value in held.values():
             if isinstance(value, Optimizer):
                 self._recorder.roles.note_optimizer(value)
                 self._meet(value)
-        module = _whose_method(frame.f_locals) if frame else None
+        module = _whose_method(held)
         if module is not None:
             self._meet(module)
             return self._recorder.enter_compiled(module)
         if frame is not None and not self._recorder.is_in_step():
-            for each in _modules_held(frame.f_locals):
+            for each in _modules_held(held):
                 self._recorder.roles.note_module(each)
             self._meet(frame.f_code)
         return self._recorder.modules.path

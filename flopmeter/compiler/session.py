@@ -254,7 +254,7 @@ class Session:
             self._reason = reason
             raise
         except Exception as error:
-            if as_it_was is None:
+            if as_it_was is None or isinstance(error, names.LEFT_TO_DYNAMO.value):
                 raise
             del self._compilation.graphs[graphs:]
             self._note_failure(function, error)

@@ -100,6 +100,9 @@ CONVERT_FRAME = _name("torch._dynamo.convert_frame", "CatchErrorsWrapper.__call_
 END_OF_GRAPH = _name("torch._dynamo.output_graph", "OutputGraph.compile_subgraph", "where and why Dynamo ends a graph")
 NOT_COMPILED = _name("torch._dynamo.convert_frame", "format_error_msg", "which functions Dynamo gives up, and why")
 RESTART_ANALYSIS = _name("torch._dynamo.exc", "RestartAnalysis", "when Dynamo traces a function once more")
+LEFT_TO_DYNAMO = _name(
+    "torch._dynamo.exc", "exceptions_allowed_to_be_fallback", "errors of a compiler at which Dynamo ends the graph"
+)
 FRAME_STRATEGY = _name("torch._dynamo.types", "FrameExecStrategy", "which functions Dynamo leaves alone")
 FRAME_ACTION = _name("torch._dynamo.types", "FrameAction", "which functions Dynamo leaves alone")
 COUNTERS = _name("torch._dynamo.utils", "counters", "what the compiler counts, to be put back")
