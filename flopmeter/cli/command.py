@@ -15,6 +15,7 @@ from flopmeter import __version__
 from flopmeter.cli.progress import Progress
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.records import Clocks
+from flopmeter.report.drawers import FORMATS
 from flopmeter.report.report import Report
 from flopmeter.report.rows import GROUPINGS
 
@@ -128,8 +129,8 @@ def check_files(options: argparse.Namespace) -> None:
 
 
 PICTURE_ENDINGS = (".png", ".svg", ".pdf")
-# The format that the ending of a file of -o means.
-ENDINGS = {".html": "html", ".json": "json", ".csv": "csv", ".md": "markdown", ".txt": "text"}
+_SHORTER = {"markdown": "md", "text": "txt"}
+ENDINGS = {f".{_SHORTER.get(name, name)}": name for name in reversed(FORMATS)}  # of a file of -o: its format
 
 
 def settle_format(options: argparse.Namespace) -> None:

@@ -117,23 +117,23 @@ def index_put(known: Knowledge, call: Invocation) -> Any:
     if values.is_meta and values.dim():
         assume_mask(known, call, values)
     given = [(item, size) for item, size in zip(indices, target.shape, strict=False) if item is not None]
-    are_places = all(item.dtype not in _MASKS for item, _ in given)
+    are_positions = all(item.dtype not in _MASKS for item, _ in given)
     adds_up = call.argument(3, "accumulate", False) or values.numel() == 1
-    if are_places and not adds_up and known.knows_all(call.tensors):
+    if are_positions and not adds_up and known.knows_all(call.tensors):
         with no_modes():
             columns = torch.broadcast_tensors(*(known.values.read(item) % size for item, size in given))
-            places = torch.stack([column.flatten() for column in columns], 1).unique(dim=0, return_inverse=True)[1]
-            rows = torch.arange(len(places))  # taken to differ, where the values lie in another order
+            positions = torch.stack([column.flatten() for column in columns], 1).unique(dim=0, return_inverse=True)[1]
+            rows = torch.arange(len(positions))  # assumed to differ, if the indices skip a dimension
             if len(given) == len(indices):
                 rest = target.shape[len(indices) :]
-                rows = known.values.read(values).expand(*columns[0].shape, *rest).reshape(len(places), *rest)
-            if _is_open(places, rows):
+                rows = known.values.read(values).expand(*columns[0].shape, *rest).reshape(len(positions), *rest)
+            if _is_ambiguous(positions, rows):
                 return known.run_unknown(call)
     return index(known, call)
 
 
 def _only_mask(call: Invocation) -> Tensor | None:
-    """The mask under which a number is filled in, as wide as the target; None where places are written."""
+    """The mask of an index_put that is a masked_fill, with the target's number of dimensions; None for other calls."""
     target, indices = call.args[:2]
     given = [item for item in indices if item is not None]
     if call.func not in _FILLS or call.argument(3, "accumulate", False) or len(given) != 1:
@@ -146,16 +146,16 @@ def _only_mask(call: Invocation) -> Tensor | None:
 
 
 def scatter(known: Knowledge, call: Invocation) -> Any:
-    """scatter: as index_put."""
+    """Handled as index_put is."""
     if known.knows_all(call.tensors):
         dim, index, source = call.argument(1, "dim"), call.argument(2, "index"), call.argument(3, "src")
         with no_modes():
             index, source = (torch.atleast_1d(known.values.read(each)) for each in (index, source))
-            places = index.movedim(dim, 0).reshape(index.shape[dim], -1)
-            columns = places.shape[1]
-            places = places * columns + torch.arange(columns)
+            positions = index.movedim(dim, 0).reshape(index.shape[dim], -1)
+            columns = positions.shape[1]
+            positions = positions * columns + torch.arange(columns)
             written = source[tuple(map(slice, index.shape))].movedim(dim, 0)
-            if _is_open(places.flatten(), written.reshape(-1, 1)):
+            if _is_ambiguous(positions.flatten(), written.reshape(-1, 1)):
                 return known.run_unknown(call)
     return known.replay(call)
 
@@ -166,21 +166,21 @@ def index_copy(known: Knowledge, call: Invocation) -> Any:
         dim, index, source = call.argument(1, "dim"), call.argument(2, "index"), call.argument(3, "source")
         with no_modes():
             index, source = (torch.atleast_1d(known.values.read(each)) for each in (index, source))
-            if _is_open(index, source.movedim(dim, 0)):
+            if _is_ambiguous(index, source.movedim(dim, 0)):
                 return known.run_unknown(call)
     return known.replay(call)
 
 
-def _is_open(places: Tensor, rows: Tensor) -> bool:
-    """Whether different rows are written to one of these places."""
-    in_order, order = places.sort()
+def _is_ambiguous(positions: Tensor, rows: Tensor) -> bool:
+    """Whether two different rows are written to the same position."""
+    in_order, order = positions.sort()
     differ = rows[order].diff(dim=0) != 0
     return bool(differ[in_order.diff() == 0].any())
 
 
 def _read_index_lists(known: Knowledge, call: Invocation) -> None:
-    """Makes index tensors known that torch made of lists of numbers. On CUDA they are sent to the device, as those of
-    torch.tensor are."""
+    """Sets the values of index tensors that torch made of lists of numbers, and records their copies to the device, as
+    for torch.tensor."""
     unknown = [item for item in call.args[1] if item is not None and item.is_meta and not known.values.knows(item)]
     lists = index_lists() if unknown else []
     if unknown and [(len(numbers),) for numbers in lists] == [tuple(item.shape) for item in unknown]:

@@ -1,10 +1,10 @@
-"""A larger batch: the same ops on several times as many items, and the time of one item then.
+"""A larger batch: the same ops on several times as many items, compared by the time per item.
 
-No trace says which dimension is the batch. A tensor that depends on the inputs holds one item after the other, so that
-its outermost dimension grows; what is made of weights alone, weights and their gradients do not. Where that does not
-fit, as in layers that hold the first word of all texts before the second, the dimension grows that has as many places
-as the inputs have items. If the FLOPs do not grow in proportion then either, the program is of another kind, and
-nothing is proposed.
+No trace says which dimension is the batch. First guess: tensors that depend on the inputs hold one item after another,
+so their outermost dimension grows; weights, their gradients and tensors computed from weights alone do not. If the
+shapes then do not fit together, as in layers that hold the first word of all texts before the second, the second guess
+is the dimension whose size is the inputs' number of items. If the FLOPs do not grow in proportion either way, nothing
+is proposed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from flopmeter.trace.handling import FRESH
 
 MOST_TIMES = 64
 PER_DOUBLING = 1.1  # a doubling is worth it if it brings this many times as much per second
-FAULT = 3.0  # a batch is tiny if the kernels of a larger one do this many times the work per second
+FAULT = 3.0  # a small batch is a fault if the kernels of a larger one do over this many times the work per second
 PROPORTIONAL = 0.02  # how far FLOPs may be from growing with the batch
-# What rules, torch's formulas and a user's own rules raise for shapes that do not fit each other: a wrong size, a
-# missing dimension, a division by what became 0. Another error is a fault of a rule, and is seen.
+# Raised by cost rules, torch's formulas and a user's own rules for shapes that do not match: a wrong size, a missing
+# dimension, a division by zero. Any other error is a bug in a rule, and is not caught.
 SHAPES_DO_NOT_FIT = (AssertionError, ArithmeticError, LookupError, RuntimeError, ValueError)
 
 
@@ -67,8 +67,8 @@ def _passes_alike(trace: Trace) -> int:
 
 
 def _is_parted_when_larger(op: Op, grows: set[int]) -> bool:
-    """Whether it is a compiler's kernel that sums over the items and makes something for each of them, as a batch norm
-    does: for more items the compiler writes several kernels, which are not known."""
+    """Whether it is a compiled kernel that sums over the items and also has a result for each item, as a batch norm
+    does: for more items the compiler would split it into kernels that are not known here."""
     kernel = op.call.kwargs.get("kernel")
     if not isinstance(kernel, CompiledKernel) or kernel.reduced == 1:
         return False
@@ -76,7 +76,7 @@ def _is_parted_when_larger(op: Op, grows: set[int]) -> bool:
 
 
 def _most_per_second(report: Report, trace: Trace, grows: set[int], most: int) -> tuple[int, Report]:
-    """How many times the batch does most per second, and the report of that; 1 where none is found."""
+    """How many times the batch has the highest throughput, and its report; 1 if no larger batch is better."""
     times, best, then = 1, report.seconds, report
     for is_outermost in (True, False):
         items = None if is_outermost else _items_of_batch(trace)
@@ -94,7 +94,7 @@ def _most_per_second(report: Report, trace: Trace, grows: set[int], most: int) -
 
 
 def priced_if_it_fits(report: Report, changed: Trace) -> Report | None:
-    """The report of other sizes; None where a rule refuses its shapes, which are a guess."""
+    """The report of a trace with other sizes; None if a rule rejects its shapes, which are a guess."""
     try:
         return priced(report, changed)
     except SHAPES_DO_NOT_FIT:
@@ -115,8 +115,8 @@ def _macs_of_passes(report: Report) -> int:
 
 
 def scaled(trace: Trace, grows: set[int], times: int, items: int | None = None) -> Trace:
-    """The trace of so many times the batch, in which the outermost dimension of what grows does; with `items`, the
-    first one of that many places, where a tensor has it."""
+    """The trace of `times` times the batch. Of the storages `grows` the outermost dimension grows or, if a tensor has a
+    dimension of size `items`, the first such one."""
 
     def larger(spec: TensorSpec, is_growing: object) -> TensorSpec:
         dim = spec.shape.index(items) if items in spec.shape and spec.is_strided else outermost(spec)
@@ -128,7 +128,7 @@ def scaled(trace: Trace, grows: set[int], times: int, items: int | None = None) 
 
 
 def _items_of_batch(trace: Trace) -> int | None:
-    """As many as the largest of the inputs has."""
+    """The number of items in the largest input; None if there is none."""
     data = _data(trace)
     found = [spec for op in trace.ops for spec in op.inputs if spec.storage in data]
     largest = max(found, key=lambda spec: spec.nbytes, default=None)
@@ -147,9 +147,10 @@ def depends_on_inputs(trace: Trace) -> set[int]:
 
 
 def _data(trace: Trace) -> set[int]:
-    """Storages of data: what lies on the device from before without a role, and what the step makes from nothing
-    (`torch.randn`, `torch.tensor`) or brings from the host, with as many items. Where the largest data is made in the
-    step, by chance or in Python, it tells how many items there are: beside it lie only schedules and counters."""
+    """Storages of data: those without a role that were on the device before the step, and those of as many items that
+    the step creates from nothing (`torch.randn`, `torch.tensor`) or copies from the host. If the largest data is
+    created in the step, at random or from Python, its size is the number of items, and storages from before with
+    another size are taken for schedules and counters."""
     given = {number for number, storage in enumerate(trace.storages) if storage.born < 0 and storage.role is None}
     weights = shapes_of_weights(trace)
     bringing = [op for op in trace.ops if op.phase == "forward" and _brings_data(op, weights)]
@@ -165,7 +166,7 @@ def _data(trace: Trace) -> set[int]:
 
 
 def _brings_data(op: Op, weights: set[tuple[int, ...]]) -> bool:
-    """Whether its results come from nothing, or from the host, where weights may wait too."""
+    """Whether its results come from nothing, or from the host and do not look like (offloaded) weights."""
     if not op.call.inputs or op.packet in FRESH:
         return True
     comes_from_host = all(spec.device == "cpu" for spec in op.inputs)
@@ -182,8 +183,8 @@ def _items(spec: TensorSpec) -> int | None:
 
 
 def _holds_items(op: Op, out: TensorSpec, grows: set[int], weights: set[tuple[int, ...]]) -> bool:
-    """Whether the op's result has something for each item. A matmul of two tensors of items sums over the items: it is
-    a gradient of weights. So is the result of another op of the backward pass that has the shape of weights."""
+    """Whether the op's result has a part for each item. A matmul of two tensors of items sums over the items: its
+    result is a gradient of weights. So is a result of another backward op that has the shape of weights."""
     if op.packet in PRODUCTS:
         return not all(spec.storage in grows for spec in op.inputs[-2:])
     if out.numel == 1:

@@ -1,4 +1,4 @@
-"""Images in NCHW, which matrix units take by way of copies: the program with all of them in NHWC."""
+"""Images in NCHW, which convolutions on matrix units copy to NHWC first: the program with all of them in NHWC."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flopmeter.report.report import Report
 from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.torch_names.operators import aten, aten_overloads
 
-# Of the gradient and what was kept, they give the latter to TensorIterator first (ATen/native/Activation.cpp).
-_LIE_AS_LAST = (
+# Their result has the strides of the last operand: TensorIterator gets it before the gradient (native/Activation.cpp).
+_STRIDES_OF_LAST = (
     aten.threshold_backward, aten.leaky_relu_backward, aten.hardtanh_backward, aten.hardsigmoid_backward,
     aten.hardswish_backward, aten.softplus_backward,
 )  # fmt: skip
@@ -28,8 +28,8 @@ GROUP_NORM_COPIES = running_version() < (2, 15)  # its input, where that is in N
 
 @remedy
 def channels_last(report: Report, trace: Trace) -> Iterator[Proposal]:
-    """Convolutions on NCHW tensors on matrix units, and all other ops on the same tensors. Where the program calls
-    `.contiguous()` of what lies in NCHW already, no op was recorded: then it would copy, which is not priced."""
+    """Convolutions of NCHW tensors on matrix units, and all other ops on the same tensors. A `.contiguous()` of an NCHW
+    tensor is a no-op, so it was not recorded; in NHWC it would copy, which is not priced."""
     works = ((kernel.cost, kernel.cost.work) for kernel in report.kernels)
     of_images = [(cost, work.shape) for cost, work in works if isinstance(work, ConvolutionWork)]
     nchw = {
@@ -44,21 +44,22 @@ def channels_last(report: Report, trace: Trace) -> Iterator[Proposal]:
     images = shapes.keys() - stays
 
     def converted(spec: TensorSpec, shape: object) -> TensorSpec:
-        """The tensor, or a view of it, in NHWC. `shape`: that of the image in which it lies, or None."""
-        if not isinstance(shape, tuple) or (_is_nchw(spec) and _regroups(spec, shape)):
+        """An image, or a view of one, with the strides of NHWC. `shape`: of the whole image; None for other tensors."""
+        if not isinstance(shape, tuple):
             return spec
         if _is_nchw(spec):
-            return spec._replace(stride=dense_strides(spec.shape, channels_last=True))
-        now = spec._replace(shape=shape, stride=dense_strides(shape, channels_last=True), offset=0)
-        place = Whereabouts(shape, dense_strides(shape, channels_last=False), now, 0)
-        return (len(shape) == 4 and place.of(spec)) or spec
+            return spec if _regroups(spec, shape) else _in_nhwc(spec)
+        if len(shape) != 4:
+            return spec
+        image = spec._replace(shape=shape, stride=dense_strides(shape, channels_last=False), offset=0)
+        return Whereabouts(shape, image.stride, _in_nhwc(image), 0).of(spec) or spec
 
     then = with_tensors(trace, converted, lambda number: shapes[number] if number in images else None)
     copies, put_in = defaultdict[int, list[Op]](list), dict[int, Op]()
     for index, op in enumerate(trace.ops):
         if op.packet in _GROUP_NORMS and GROUP_NORM_COPIES:
             put_in[index] = op
-            given = op.inputs[0]  # of the input the forward pass leaves its copy for the backward pass
+            given = op.inputs[0]  # the forward pass keeps the copy of its input for the backward pass
             if given.storage in images and _is_nchw(given):
                 copies[index].append(_copy(op, converted(given, given.shape), given))
     for index, spec in _given(trace, images):
@@ -73,20 +74,24 @@ def channels_last(report: Report, trace: Trace) -> Iterator[Proposal]:
     )  # fmt: skip
 
 
+def _in_nhwc(image: TensorSpec) -> TensorSpec:
+    return image._replace(stride=dense_strides(image.shape, channels_last=True))
+
+
 def _is_nchw(spec: TensorSpec) -> bool:
     return len(spec.shape) == 4 and is_dense(spec.shape, spec.stride, channels_last=False)
 
 
 def _regroups(spec: TensorSpec, shape: tuple[int, ...]) -> bool:
-    """Whether the view has other batches and channels than its image of that shape, as in instance norms, which take
-    all channels of a batch for those of one image. In NHWC these are not neighbours: such a view is a copy to NCHW."""
+    """Whether the view splits batch and channels in another way than its image of that shape, as instance norms do,
+    which view [N, C, H, W] as [1, N·C, H, W]. NHWC strides cannot express that: such a view is a copy to NCHW."""
     return spec.shape[2:] == shape[2:] and spec.shape != shape and spec.numel == prod(shape)
 
 
 def _given(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
-    """Images that the program does not make from other images, each with the first op that makes something else of it.
-    What point-wise ops make of such images alone, as of the gradients of single channels that they add up, lies as
-    they do: it is converted where it meets others."""
+    """Images that the program does not compute from other images, each with the first op that computes an image from
+    it. Point-wise ops on such images alone, such as a sum of gradients of single channels, are not converted: their
+    results are, where an op reads them together with other images."""
     left = {number for number in images if trace.storages[number].role is None}
     for index, op in enumerate(trace.ops):
         read = [spec for spec in op.inputs if spec.device == trace.device and spec.storage in images]
@@ -111,16 +116,16 @@ def _viewed(trace: Trace, images: Set[int]) -> Iterator[tuple[int, TensorSpec]]:
 
 
 def _copy(op: Op, spec: TensorSpec, converted: TensorSpec) -> Op:
-    """The copy that converts an image before an op. Its result has the image's place."""
+    """The copy that converts an image before an op. Its result has the image's storage."""
     both = (converted, spec)
     return in_place_of(op, aten_overloads.copy_.default, both, {}, both, (converted,))
 
 
 def _images(trace: Trace) -> dict[int, tuple[int, ...]]:
-    """Storages that convolutions touch, and those that ops on tensors of four dimensions make of them or for them, with
-    the shape in which each is met first."""
+    """Storages of four-dimensional tensors that convolutions touch, or that are connected to these by ops, each with
+    the shape in which it first occurs."""
     images: set[int] = set()
-    for ops in (trace.ops, trace.ops[::-1]):  # forwards for what is made of them, backwards for their gradients
+    for ops in (trace.ops, trace.ops[::-1]):  # forwards for what is computed from them, backwards for gradients
         for op in ops:
             if _is_convolution(op) or any(number in images for number in op.storages):
                 images |= {spec.storage for spec in (*op.inputs, *op.outputs) if len(spec.shape) == 4}
@@ -163,12 +168,12 @@ def _is_convolution(op: Op) -> bool:
 
 
 def _stays_nchw(trace: Trace, shapes: Mapping[int, tuple[int, ...]]) -> set[int]:
-    """What is made of images that are regrouped, or copied into NCHW, until a convolution converts it."""
+    """Images computed from regrouped ones or from copies in NCHW: they stay NCHW until a convolution converts them."""
     found: set[int] = set()
     for op in trace.ops:
         read = [spec for spec in op.inputs if spec.storage in shapes and len(spec.shape) == 4]
-        if torch.Tag.pointwise in op.call.func.tags:  # one operand says in which order its result lies
-            read = read[-1:] if op.packet in _LIE_AS_LAST else read[:1]
+        if torch.Tag.pointwise in op.call.func.tags:  # one operand decides the strides of the result
+            read = read[-1:] if op.packet in _STRIDES_OF_LAST else read[:1]
         is_kept = any(spec.storage in found or _regroups(spec, shapes[spec.storage]) for spec in read)
         if (is_kept or _makes_nchw(op)) and not _is_convolution(op):
             found |= op.makes - op.reads
@@ -176,7 +181,7 @@ def _stays_nchw(trace: Trace, shapes: Mapping[int, tuple[int, ...]]) -> set[int]
 
 
 def _makes_nchw(op: Op) -> bool:
-    """Whether its result lies in NCHW whatever it is given: `.contiguous()`, and group norms before torch 2.15."""
+    """Whether its result is NCHW for any input: `.contiguous()`, and group norms before torch 2.15."""
     if op.packet is aten.clone:
         return op.call.get("memory_format") is torch.contiguous_format
     return op.packet in _GROUP_NORMS and GROUP_NORM_COPIES

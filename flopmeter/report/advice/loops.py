@@ -1,9 +1,9 @@
-"""Loops in Python over work that could run at once: samples or frames that a model takes one by one, heads, experts and
+"""Loops in Python over work that could run at once: samples or frames that a model takes one by one; heads, experts and
 members of an ensemble that are modules of their own.
 
-The mended program runs one turn of the loop (turns.py), in which each tensor that differs between two turns is so many
-times as large. The loop's ops in the backward pass are those that stand there as many times as there are turns, in the
-loop's modules. What adds up the gradients of turns goes, since one product sums over all.
+The proposed program runs one turn (iteration) of the loop (turns.py). Tensors that differ between two turns become as
+many times larger as there are turns. Ops of the backward pass belong to the loop if they occur there once for each
+turn, in the loop's modules. The sums of gradients over turns are dropped, since one matmul sums over all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIDE_BY_SIDE = (
 
 @remedy
 def turns_one_by_one(report: Report, trace: Trace) -> Iterator[Proposal]:
-    """Turns of a loop that could be one, as a batch or with weights side by side."""
+    """Loops whose turns could run as one: on a batch, or with weights side by side."""
     if report.cluster is not None:
         return
     by_remedy = defaultdict[str, list[_AtOnce]](list)
@@ -70,8 +70,8 @@ def _is_batch_norm(op: Op) -> bool:
 
 
 def _is_of_batches(trace: Trace, loop: LoopTurns) -> bool:
-    """Whether it is the loop over a program's batches: inference that calls its model in each turn (batch.py). Samples
-    that are drawn for the same input are none."""
+    """Whether it is the loop over a program's batches: inference that calls the model in each turn (batch.py advises on
+    these). A loop that draws random samples for the same input is not."""
     within = range(loop.turns[0][0] + 1, loop.turns[-1][-1] + 1)
     if has_backward(trace) or not any(end.op in within for end in trace.forward_ends):
         return False
@@ -83,7 +83,7 @@ def _is_of_batches(trace: Trace, loop: LoopTurns) -> bool:
 
 
 def _run_at_once(report: Report, trace: Trace, loops: Sequence[_AtOnce]) -> Report | None:
-    """The run with one turn of each loop; None where it does not fit, or is not the same work by its FLOPs."""
+    """The report with one turn of each loop; None if it does not fit into memory, or its FLOPs show other work."""
     merged = set().union(*(each.merged_weights for each in loops))
     fewer = sum(trace.storages[number].is_trained for number in merged)
     dropped = _counts_read(trace, fewer).union(*(each.dropped for each in loops))
@@ -102,7 +102,7 @@ def _macs(op: Op) -> int:
 
 
 def _counts_read(trace: Trace, fewer: int) -> set[int]:
-    """What an optimizer reads on the host for so many of its weights: how many steps it has made."""
+    """The ops with which an optimizer reads the step counters, on the host, of as many weights as become `fewer`."""
     reading = {
         index: op.storages[0]
         for index, op in enumerate(trace.ops)
@@ -114,7 +114,7 @@ def _counts_read(trace: Trace, fewer: int) -> set[int]:
 
 
 def _with_fewer_weights(trace: Trace, fewer: int) -> Trace:
-    """The trace without what optimizers do on the host for each of so many weights before their first kernel."""
+    """The trace without the optimizers' host time, before their first kernel, for that many weights."""
     calls, phase, before, left_out = list[int](), "", 0, 0
     for op, count in zip(trace.ops, trace.module_calls, strict=True):
         if op.phase == "optimizer" != phase:
@@ -125,8 +125,8 @@ def _with_fewer_weights(trace: Trace, fewer: int) -> Trace:
 
 
 class _AtOnce:
-    """The last turn, which stays and does the work of all, and what goes with the others. In the backward pass the last
-    turn is the first one."""
+    """A loop whose last turn does the work of all turns: `put_in` has its larger ops, `dropped` the ops of the others.
+    The backward pass runs the last turn first."""
 
     def __init__(self, trace: Trace, loop: LoopTurns, until: int) -> None:
         self._trace, self.loop = trace, loop
@@ -137,14 +137,12 @@ class _AtOnce:
         pairs = [*zip(loop.turns[-1], loop.turns[-2], strict=True), *self._pairs_of_backward()]
         self.dropped |= self._views_before_dropped()
         self.put_in = {one: self._for_all(trace.ops[one], trace.ops[other]) for one, other in pairs}
-        read, read_elsewhere = (
-            {number for turn in turns for index in turn for number in trace.ops[index].reads}
-            for turns in (loop.turns[-1:], loop.turns[:-1])
-        )
-        self.merged_weights = {n for n in read_elsewhere - read if trace.storages[n].role == "parameters"}
+        read = [set().union(*(trace.ops[index].reads for index in turn)) for turn in loop.turns]
+        read_by_others = set().union(*read[:-1]) - read[-1]
+        self.merged_weights = {number for number in read_by_others if trace.storages[number].role == "parameters"}
 
     def is_same_work(self, multiplies: bool) -> bool:
-        """Whether the products of the turn that stays have the FLOPs of all. `multiplies`: whether there have to be."""
+        """Whether the products of the turn that stays have the FLOPs of all. `multiplies`: products are required."""
         before = sum(_macs(self._trace.ops[index]) for index in self.dropped | self.put_in.keys())
         try:
             then = sum(map(_macs, self.put_in.values()))
@@ -153,20 +151,21 @@ class _AtOnce:
         return abs(then - before) <= PROPORTIONAL * before and (before > 0 or not multiplies)
 
     def _other_turns(self) -> set[int]:
-        """With their views, but without what only the first turn does."""
+        """The ops of all turns but the last, with their views, and without ops that run in the first turn only."""
         in_turns = set().union(*self.loop.turns)
         turns = range(self._start(self.loop.turns[0]), self._start(self.loop.turns[-1]))
         return {index for index in turns if index in in_turns or is_view(self._trace.ops[index])}
 
     def _start(self, turn: Sequence[int]) -> int:
-        """With the views before its first op."""
+        """The first of the views directly before the turn, or its first op."""
         start = turn[0]
         while start and is_view(self._trace.ops[start - 1]):
             start -= 1
         return start
 
     def _pairs_of_backward(self) -> list[tuple[int, int]]:
-        """The ops of the turn that stays, each with its like of the next turn. The others are dropped."""
+        """The backward ops of the turn that stays, each with the same op of another turn. Those of other turns go into
+        `dropped`."""
         ops = self._trace.ops
         modules = {ops[index].module for turn in self.loop.turns for index in turn}
         alike = defaultdict[Hashable, list[int]](list)
@@ -188,8 +187,9 @@ class _AtOnce:
         return pairs + self._pairs_of_adds(adds, turns_of)
 
     def _pairs_of_adds(self, adds: Sequence[int], turns_of: dict[int, set[int]]) -> list[tuple[int, int]]:
-        """What adds up gradients within a turn. What does so over turns is dropped, but for the first turn's, to which
-        something else may be added. `turns_of`: the turns whose gradients a storage holds."""
+        """Pairs of ops that add gradients within one turn. Ops that add gradients of several turns are dropped, except
+        in the first turn, whose gradient may also be added to something else. `turns_of`: by storage, the turns whose
+        gradients it holds."""
         ops = self._trace.ops
         within = defaultdict[int, list[int]](list)
         for index in adds:
@@ -207,7 +207,7 @@ class _AtOnce:
         return [*zip(first, second, strict=False)]
 
     def _views_before_dropped(self) -> set[int]:
-        """Views in the backward pass that are taken for ops that go."""
+        """Views of the backward pass that only feed dropped ops."""
         views, is_dropped = set[int](), False
         for index in reversed(self._after):
             if not is_view(self._trace.ops[index]):
@@ -217,9 +217,9 @@ class _AtOnce:
         return views
 
     def _for_all(self, op: Op, other: Op) -> Op:
-        """The op on what all turns have. `other`: the same op of another turn."""
+        """The op on the operands of all turns. `other`: the same op of another turn, which shows what differs."""
         grow = differing(op, other)
-        if grow.isdisjoint(op.reads):  # the same in all turns, as a batch has it as many times
+        if grow.isdisjoint(op.reads):  # all turns read the same: the batch repeats it
             grow |= {number for number in op.reads if self._trace.storages[number].role != "parameters"}
         if op.packet in PRODUCTS:
             return self._product(op, grow)
@@ -229,7 +229,8 @@ class _AtOnce:
         return rebuilt(op, lambda spec: widened(spec, _batch_of(spec), self._times) if spec.storage in grow else spec)
 
     def _product(self, op: Op, grow: set[int]) -> Op:
-        """Rows of all turns under each other, weights side by side, a sum over all, or a batch of products."""
+        """The matmul of all turns: more rows, more columns (weights side by side), more depth (a sum over turns), or a
+        batched matmul, by which operands grow."""
         *bias, left, right = op.inputs
         out = op.outputs[0]
         is_sum = out.storage in self._summed
@@ -246,7 +247,7 @@ class _AtOnce:
         return in_place_of(op, op.call.func, read, {}, read, (out,))
 
     def _convolution(self, op: Op, grow: set[int]) -> Op:
-        """Channels of all turns side by side: of the same input, or in groups where each turn has its own."""
+        """The convolution of all turns: more output channels for a shared input, or groups if each turn has its own."""
         call = op.call
         x, weight = (call.argument(name) for name in ("input", "weight"))
         has_own_input = op.storages[x.storage] in grow
