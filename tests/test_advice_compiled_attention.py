@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flopmeter import FlopMeter, Report
 from flopmeter.report.advice.attention import materialised_attention
+from flopmeter.report.advice.needless import masks_of_tokens
 from flopmeter.report.advice.remedies import Proposal, trace_of
 
 BATCH, TOKENS, HEADS, WIDTH = 4, 1024, 12, 768
@@ -124,6 +125,38 @@ def test_documents_packed_into_sequences_are_no_causal_mask() -> None:
     (proposal,) = told(compiled(packed(written()), documents, train=False))
     mended = compiled(packed(fused()), documents, train=False)
     assert proposal.then.kernel_seconds == pytest.approx(mended.kernel_seconds, rel=0.05)
+
+
+def by_place(attend: Attend) -> Attend:
+    """Each token looks at those before it by the positions that `mask` has for each sequence, as transformers' models
+    do."""
+
+    def attend_by_place(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        assert mask is not None
+        places = torch.arange(TOKENS, device=q.device)
+        seen = (places[None] <= places[:, None]) & (mask[:, :, None] == mask[:, None])
+        return attend(q, k, v, seen[:, None])
+
+    return attend_by_place
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
+def test_a_mask_made_of_the_tokens_places_is_told_to_be_left_out_if_nothing_is_packed(train: bool) -> None:
+    documents = torch.empty(BATCH, TOKENS, dtype=torch.int64, device="meta")
+    report = compiled(by_place(fused()), documents, train=train)
+    (proposal,) = masks_of_tokens(report, trace_of(report))
+    mended = compiled(fused(causal=True), train=train)
+    assert "is_causal=True" in proposal.remedy
+    assert "if no text is padded or packed" in proposal.remedy
+    assert proposal.then.kernel_seconds == pytest.approx(mended.kernel_seconds, rel=0.05)
+    assert proposal.then.kernel_seconds < 0.9 * report.kernel_seconds
+
+
+def test_a_mask_of_numbers_may_say_anything() -> None:
+    """A bias for each pair, or a mask that the program was given."""
+    mask = torch.empty(BATCH, 1, TOKENS, TOKENS, dtype=torch.bfloat16, device="meta")
+    report = compiled(fused(), mask, train=False)
+    assert not list(masks_of_tokens(report, trace_of(report)))
 
 
 def test_scores_that_a_function_bends_are_left_alone() -> None:

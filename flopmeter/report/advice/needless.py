@@ -14,6 +14,7 @@ from flopmeter.records import OF_WEIGHTS, Op, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.autocast import policy_of
 from flopmeter.report.advice.chosen_kernels import with_chosen_kernels
+from flopmeter.report.advice.found_attention import ops_in
 from flopmeter.report.advice.fused_attention import by_chosen_kernel, operands_of
 from flopmeter.report.advice.gradients import fills_gradients
 from flopmeter.report.advice.graph import Graph
@@ -149,24 +150,63 @@ def _is_cast(op: Op) -> bool:
 @remedy
 def masks_of_places(report: Report, trace: Trace) -> Iterator[Proposal]:
     """Fused attention with a square mask that all sequences share, which is assumed to be causal."""
-    put_in = {}
-    for index, op in enumerate(trace.ops):
-        mask = op.call.get("attn_bias")
-        if not isinstance(mask, TensorSpec) or trace.storages[op.storages[mask.storage]].role == "parameters":
-            continue
-        q, k, _ = operands_of(op)
-        queries, keys = q.shape[-2], k.shape[-2]
-        is_square = queries == keys > 1 and mask.shape[-2:] == (queries, keys) and 0 not in mask.stride[-2:]
-        if not is_square or mask.distinct_elements != queries * keys:
-            continue
-        if (kernel := by_chosen_kernel(op, report.hardware, is_causal=True)) is not None:
-            put_in[index] = kernel
+    put_in = {index: kernel for index, kernel, mask in _without_square_masks(report, trace) if _is_shared(mask)}
     if put_in and are_in_torch(put_in.values()):
         yield with_other_ops(
             report, trace, "all pairs are computed, and a mask is read for them that all sequences share",
             "is_causal=True in place of the mask, if it is the causal one",
             (), put_in,
         )  # fmt: skip
+
+
+@remedy
+def masks_of_tokens(report: Report, trace: Trace) -> Iterator[Proposal]:
+    """Fused attention with a mask for each sequence that a compiled kernel makes of token ids or positions: it compares
+    positions, and documents that may be packed into a sequence. As transformers' models have it in training."""
+    graph = Graph(trace)
+    put_in, makers = {}, set[int]()
+    for index, kernel, mask in _without_square_masks(report, trace):
+        maker = graph.maker(trace.ops[index].storages[mask.storage])
+        if maker is not None and not _is_shared(mask) and _compares_positions(trace.ops[maker]):
+            put_in[index] = kernel
+            makers.add(maker)
+    if put_in and are_in_torch(put_in.values()):
+        read_only_here = {
+            maker for maker in makers if all(graph.is_read_only_by(number, put_in) for number in trace.ops[maker].makes)
+        }
+        yield with_other_ops(
+            report, trace, "all pairs are computed, and a mask is read for them that was made of the tokens' positions",
+            "is_causal=True in place of the mask, if no text is padded or packed (transformers makes no mask for "
+            "attn_implementation='flash_attention_2')",
+            read_only_here, put_in,
+        )  # fmt: skip
+
+
+def _without_square_masks(report: Report, trace: Trace) -> Iterator[tuple[int, Op, TensorSpec]]:
+    """Fused attentions with a mask for all pairs of a sequence's tokens that is no weight: their indices, the causal
+    kernels without it, and the mask."""
+    for index, op in enumerate(trace.ops):
+        mask = op.call.get("attn_bias")
+        if not isinstance(mask, TensorSpec) or trace.storages[op.storages[mask.storage]].role == "parameters":
+            continue
+        q, k, _ = operands_of(op)
+        queries, keys = q.shape[-2], k.shape[-2]
+        if not queries == keys > 1 or mask.shape[-2:] != (queries, keys) or 0 in mask.stride[-2:]:
+            continue
+        if (kernel := by_chosen_kernel(op, report.hardware, is_causal=True)) is not None:
+            yield index, kernel, mask
+
+
+def _is_shared(mask: TensorSpec) -> bool:
+    """Whether all sequences and heads have one mask."""
+    return mask.distinct_elements == mask.shape[-2] * mask.shape[-1]
+
+
+def _compares_positions(op: Op) -> bool:
+    """Whether it is a compiled kernel that makes a mask of positions and ids, and of no other numbers."""
+    made_of = ops_in(op)
+    has_ids_alone = not any(spec.dtype.is_floating_point for spec in op.inputs if spec.numel > 1)
+    return "arange" in made_of and not made_of.isdisjoint(("le", "lt", "ge", "gt")) and has_ids_alone
 
 
 LEAST_LOOP = 16  # tensors: a loop over fewer is no loop over a model's parameters
