@@ -70,11 +70,11 @@ OnCompiledCall = Callable[[Owner], Callable[[], None]]
 when the compiled call has ended. Dynamo hides the hooks that would tell."""
 
 
-class _Open(threading.local):
+class _Innermost(threading.local):
     session: Session | None = None
 
 
-_open = _Open()  # the innermost session of this thread
+_innermost = _Innermost()  # the innermost session of this thread
 
 
 class Session:
@@ -120,9 +120,9 @@ class Session:
 
     def __enter__(self) -> Session:
         """Nothing of inductor is imported, which takes a second, until the program needs it."""
-        self._around = _open.session
-        self._undo.callback(setattr, _open, "session", self._around)
-        _open.session = self
+        self._around = _innermost.session
+        self._undo.callback(setattr, _innermost, "session", self._around)
+        _innermost.session = self
         self._undo.callback(ignore_warning(_WARNING_OF_HOOKS))
         if self._outermost:
             self._install()
