@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import torch
 
 import flopmeter
@@ -24,3 +27,25 @@ def test_subscripts_and_constants_compile_in_a_meter_on_the_device_named_cuda() 
     with flopmeter.cuda("h100-sxm5-80gb"), FlopMeter("h100-sxm5-80gb") as meter:
         torch.compile(compute)(torch.randn(3, 4, device="cuda"))
     assert len(meter.report().graphs) == 1
+
+
+BOUND_EARLIER = """
+import torch._dynamo
+from torch import compile, nn
+from flopmeter import FlopMeter
+
+class Net(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + torch.tensor(1.0, device=x.device)
+
+torch._dynamo.trace_rules.clear_lru_cache()
+with FlopMeter("h100-sxm5-80gb") as meter:
+    compile(Net(4, 4, device="meta"))(torch.empty(4, 4, device="meta"))
+print(len(meter.report().graphs))
+"""
+
+
+def test_a_program_that_knows_torch_compile_by_another_name_spoils_no_table_of_dynamos() -> None:
+    """init_process_group clears Dynamo's tables of torch's functions, which are made anew for the next module."""
+    done = subprocess.run([sys.executable, "-c", BOUND_EARLIER], capture_output=True, text=True, check=False)
+    assert done.stdout == "1\n", done.stderr

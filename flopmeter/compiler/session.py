@@ -130,6 +130,7 @@ class Session:
             self._undo.enter_context(mock.patch.object(torch, "compile", self._when_first_compiling(torch.compile)))
             if names.AROUND_CALL.loaded:  # functions may be compiled already
                 self._undo.enter_context(names.AROUND_CALL.replaced(self._when_first_called(names.AROUND_CALL.value)))
+                self._undo.enter_context(names.OPTIMIZE.replaced(self._when_first_compiling(names.OPTIMIZE.value)))
         if self._outermost:
             self._undo.enter_context(self._outermost)
         return self

@@ -7,6 +7,10 @@ work can take, and why.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+
+from flopmeter.records import Trace
 from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     accumulation,
     again,
@@ -40,6 +44,10 @@ from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN, MINOR_FAULT, WHOLE, Advice
 
 
+class NoAdviceWarning(RuntimeWarning):
+    """One kind of advice could not be looked for, by a fault of flopmeter's. The report holds without it."""
+
+
 @draws(VIEWS, "advice")
 def advice_of(report: Report) -> tuple[Advice, ...]:
     """The advice in the order in which to follow it. Faults come first: fixing one costs nothing, and helps in any
@@ -48,11 +56,21 @@ def advice_of(report: Report) -> tuple[Advice, ...]:
     if report.in_mode is None or not report.timings or not report.seconds:
         return ()
     trace = trace_of(report)
-    proposals = (proposal for remedy in REMEDIES for proposal in remedy(report, trace))
+    proposals = _proposals(report, trace)
     found = [(each.times > 1, _advice(report, each)) for each in proposals if _is_about(each, report)]
     worth = [pair for pair in found if pair[1].gain_seconds >= LEAST_GAIN * report.seconds]
     worth.sort(key=lambda pair: (not _comes_first(pair[1], report), pair[0], -pair[1].gain_seconds))
     return tuple(advice for _, advice in worth)
+
+
+def _proposals(report: Report, trace: Trace) -> Iterator[Proposal]:
+    for remedy in REMEDIES:
+        try:
+            yield from remedy(report, trace)
+        except Exception as error:
+            fault = f"{type(error).__name__}: {error}"
+            text = f"no advice about {remedy.__name__} was looked for ({fault}): please report it with your program"
+            warnings.warn(text, NoAdviceWarning, stacklevel=2)
 
 
 _PICO = 12  # digits of a second: below them the difference of two sums over the same kernels is rounding

@@ -85,7 +85,8 @@ def graphs_walked_twice(report: Report, trace: Trace) -> Iterator[Proposal]:
         if again is None:
             continue
         shared = _shared(trace, early, again)
-        first = min((index for index in shared if not is_view(trace.ops[index])), default=None)
+        reading = (index for index in shared if trace.ops[index].inputs and not is_view(trace.ops[index]))
+        first = min(reading, default=None)  # a compiled pass begins with zeros for what the loss does not read
         if first is None:
             continue
         dropped |= shared

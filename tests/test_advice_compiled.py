@@ -1,0 +1,76 @@
+"""Advice about programs that torch compiles: told is what the mended program takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flopmeter
+from flopmeter import FlopMeter, Report
+from flopmeter.report.advice import REMEDIES, NoAdviceWarning
+from flopmeter.report.wins import Advice
+
+DEVICE = "h100-sxm5-80gb"
+HALF = torch.bfloat16
+
+
+def metered(step: Callable[[], object]) -> Report:
+    with FlopMeter(DEVICE) as meter:
+        step()
+    return meter.report()
+
+
+def told(report: Report, remedy: str) -> Advice:
+    (advice,) = (each for each in report.advice if remedy in each.remedy)
+    return advice
+
+
+class TwoResults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(6)))
+        self.head = nn.Linear(2048, 512)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.body(x)
+        return self.head(features), features
+
+
+def a_pass_for_each_result(*, is_mended: bool) -> Report:
+    with torch.device("meta"):
+        net, x = TwoResults().to(HALF), torch.empty(8192, 2048, dtype=HALF)
+    compiled = torch.compile(net)
+
+    def step() -> None:
+        net.zero_grad()
+        first, second = (result.float().square().mean() for result in compiled(x))
+        if is_mended:
+            (first + second).backward()
+        else:
+            first.backward(retain_graph=True)
+            second.backward()
+
+    return metered(step)
+
+
+def test_one_backward_pass_is_told_where_a_compiled_one_runs_for_each_of_two_losses() -> None:
+    """The second begins with zeros for the result that its loss does not read."""
+    advice = told(a_pass_for_each_result(is_mended=False), "one backward()")
+    mended = a_pass_for_each_result(is_mended=True)
+    assert advice.run_seconds_then == pytest.approx(mended.seconds, rel=0.05)
+
+
+def test_a_fault_in_one_kind_of_advice_costs_that_advice_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(report: Report, trace: object) -> list[object]:
+        raise IndexError("tuple index out of range")
+
+    monkeypatch.setattr(flopmeter.report.advice, "REMEDIES", [broken, *REMEDIES])
+    with torch.device("meta"), FlopMeter(DEVICE) as meter:
+        F.linear(torch.empty(4096, 4096), torch.empty(4096, 4096))
+    with pytest.warns(NoAdviceWarning, match="no advice about broken .*IndexError: tuple index out of range"):
+        advice = meter.report().advice
+    assert any("TF32" in each.remedy or "bf16" in each.remedy for each in advice)
