@@ -74,3 +74,41 @@ def test_a_fault_in_one_kind_of_advice_costs_that_advice_alone(monkeypatch: pyte
     with pytest.warns(NoAdviceWarning, match="no advice about broken .*IndexError: tuple index out of range"):
         advice = meter.report().advice
     assert any("TF32" in each.remedy or "bf16" in each.remedy for each in advice)
+
+
+class Scorer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
+        self.head = nn.Linear(1024, 32000, bias=False)
+
+    def forward(self, x: Tensor, *, last: bool) -> Tensor:
+        x = self.body(x)
+        return self.head(x[:, -1:] if last else x)
+
+
+def scored(*, last: bool, compiles: bool, keeps: bool = False) -> Report:
+    """Of a call in a loop of calls: what is read of its scores is read before the next."""
+    kept = []
+    with flopmeter.cuda(DEVICE) as device, torch.no_grad():
+        net, x = Scorer().to(device, HALF), torch.randn(8, 512, 1024, dtype=HALF, device=device)
+        call = torch.compile(net) if compiles else net
+        for _ in range(6):
+            scores = call(x * 2, last=last)
+            _ = scores[:, -1].float().argmax(-1)
+            kept += [scores] if keeps else []
+        return device.report().step
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_scores_of_tokens_that_nobody_reads_are_told_though_a_step_ends_with_the_call_that_makes_them(
+    compiles: bool,
+) -> None:
+    advice = told(scored(last=False, compiles=compiles), "logits_to_keep")
+    mended = scored(last=True, compiles=compiles)
+    assert advice.run_seconds_then == pytest.approx(mended.seconds, rel=0.03)
+    assert not any("logits_to_keep" in each.remedy for each in mended.advice)
+
+
+def test_scores_that_the_program_keeps_may_be_read_later() -> None:
+    assert not any("logits_to_keep" in each.remedy for each in scored(last=False, compiles=False, keeps=True).advice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise, product
 
@@ -41,7 +42,9 @@ def unread_rows(report: Report, trace: Trace) -> Iterator[Proposal]:
 
 
 def _read_rows(trace: Trace) -> dict[int, list[int]]:
-    """The rows that are read, where few are, of each storage that a product begins and nobody holds at the end."""
+    """The rows that are read, where few are, of each storage that a product begins and nobody reads any more at the
+    end."""
+    made_as = _made_as(trace)
     read: dict[int, set[int] | None] = {}  # by storage; None: all
     for index in range(len(trace.ops) - 1, -1, -1):
         op = trace.ops[index]
@@ -50,13 +53,35 @@ def _read_rows(trace: Trace) -> dict[int, list[int]]:
         out = op.outputs[0] if len(op.outputs) == 1 else None
         through = out is not None and _goes_row_by_row(op, out) and trace.storages[out.storage].born == index
         for spec in op.inputs:
-            own = read.get(out.storage) if through and out is not None else _rows_of(spec, trace)
-            before = read.setdefault(spec.storage, set())
-            read[spec.storage] = None if own is None or before is None else before | own
+            storage = made_as.get(spec.storage, spec.storage)
+            own = read.get(out.storage) if through and out is not None else _rows_of(spec, storage, trace)
+            before = read.setdefault(storage, set())
+            read[storage] = None if own is None or before is None else before | own
+    given_on = set(made_as.values())
     found = {
-        storage: sorted(rows) for storage, rows in read.items() if rows and trace.storages[storage].died is not None
+        storage: sorted(rows)
+        for storage, rows in read.items()
+        if rows and (trace.storages[storage].died is not None or storage in given_on)
     }
-    return {storage: rows for storage, rows in found.items() if _begins_with_product(trace, storage, found)}
+    found = {storage: rows for storage, rows in found.items() if _begins_with_product(trace, storage, found)}
+    return found | {before: found[made] for before, made in made_as.items() if made in found}
+
+
+def _made_as(trace: Trace) -> dict[int, int]:
+    """By a storage that the step before has left, this one reads and the program drops: the storage that this step
+    leaves to the next, if there is one of that size. A step of inference ends with a call, whose result is read only in
+    the next one."""
+    left = defaultdict[int, list[int]](list)
+    for number, storage in enumerate(trace.storages):
+        if storage.born >= 0 and (storage.died is None or storage.died > len(trace.ops)):
+            left[storage.nbytes].append(number)
+    found = defaultdict[int, set[int]](set)
+    for number in {number for op in trace.ops if not is_view(op) for number in op.reads}:
+        storage = trace.storages[number]
+        if storage.born < 0 and storage.died is not None and storage.role is None:
+            found[storage.nbytes].add(number)
+    pairs = ((before, left[nbytes]) for nbytes, before in found.items())
+    return {before: made[0] for (before, *others), made in pairs if not others and len(made) == 1}
 
 
 def _begins_with_product(trace: Trace, storage: int, found: dict[int, list[int]]) -> bool:
@@ -83,9 +108,9 @@ def _goes_row_by_row(op: Op, out: TensorSpec) -> bool:
     )
 
 
-def _rows_of(spec: TensorSpec, trace: Trace) -> set[int] | None:
+def _rows_of(spec: TensorSpec, storage: int, trace: Trace) -> set[int] | None:
     """The rows, of the length of what the storage's first op made, that are read whole; None: all, or no such rows."""
-    born = trace.storages[spec.storage].born
+    born = trace.storages[storage].born
     if born < 0 or not spec.is_strided or not spec.shape:
         return None
     op = trace.ops[born]
