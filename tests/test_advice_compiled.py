@@ -112,3 +112,15 @@ def test_scores_of_tokens_that_nobody_reads_are_told_though_a_step_ends_with_the
 
 def test_scores_that_the_program_keeps_may_be_read_later() -> None:
     assert not any("logits_to_keep" in each.remedy for each in scored(last=False, compiles=False, keeps=True).advice)
+
+
+@pytest.mark.parametrize("lengths", [(64, 64, 64, 64), (64, 80, 96, 112)], ids=["one size", "several sizes"])
+def test_a_cuda_graph_is_captured_for_each_size_of_the_inputs(lengths: tuple[int, ...]) -> None:
+    """cudagraph_trees.py keeps one for each set of whole numbers that a compiled function is called with."""
+    with torch.device("meta"), torch.no_grad():
+        net = torch.compile(nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8))).to(HALF))
+        with FlopMeter(DEVICE) as meter:
+            for length in lengths:
+                net(torch.empty(length, 512, dtype=HALF))
+    advice = told(meter.report(), "reduce-overhead")
+    assert ("padded to a few sizes" in advice.remedy) == (len(set(lengths)) > 1)

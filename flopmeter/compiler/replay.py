@@ -141,6 +141,7 @@ class Replay:
             plan = self._plans[symbols] = plan_of(
                 self._lowered, Sizes(dict(symbols)), self._recorder, is_backward=is_backward
             )
+            self._graph.sizes = len(self._plans)
             if not self._graph.kernels:
                 self._graph.kernels, self._graph.uncounted = plan.kernels, uncounted_in(plan.written)
         return plan

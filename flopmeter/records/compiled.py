@@ -125,6 +125,7 @@ class CompiledGraph:
     replays: bool = False  # as a CUDA graph (mode='reduce-overhead')
     saved_bytes: int = 0  # of a forward graph: activations that it keeps for the backward graph
     calls: int = 0
+    sizes: int = 0  # how many different sizes of its inputs it was run with
     uncounted: tuple[str, ...] = ()  # ops in Triton kernels that no rule covers
 
 

@@ -36,6 +36,9 @@ def another_mode(report: Report, trace: Trace) -> Iterator[Proposal]:
     how = mode.asked_by
     if mode.fuses and report.cluster is None and differentiates_gradients(trace):
         how += f", {_IN_ONE_PASS}"
+    sizes = max((graph.sizes for graph in report.graphs), default=1)
+    if mode.replays_graph and sizes > 1:
+        how += f", if its inputs are padded to a few sizes: each is captured by itself ({sizes} so far)"
     yield Proposal(_why_in_mode(report, trace, mode), how, run, is_fault=False)
 
 
