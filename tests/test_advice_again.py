@@ -296,3 +296,13 @@ def test_averages_that_a_batch_norm_updates_are_others_in_each_step(training: bo
                 average.mul_(0.999).add_(now * 0.001)
 
     assert bool(told(last_of(step))) == (not training)
+
+
+def test_a_benchmark_that_picks_from_its_scores_is_still_one():
+    """A step begins with what is done with the scores of the call before: no weight is applied to them."""
+    with flopmeter.cuda(H100) as device, torch.no_grad():
+        model, x = _mlp(nn.Dropout()).to_empty(device=device), torch.randn(8192, 1024, device=device)
+        for _ in range(4):
+            scores = model((x - 1) / 2)
+            scores[:, -1].argmax()
+        assert not told(device.report().step)

@@ -60,15 +60,22 @@ def _casts_a_weight(trace: Trace, op: Op) -> bool:
 
 
 def _goes_on(trace: Trace) -> bool:
-    """Whether a step of inference has another input than the one before: from the host, or what that one made. One that
-    has not is a benchmark: in use each would get something else."""
+    """Whether a step of inference has another input than the one before: from the host, or what that one made and
+    weights are applied to (not scores that are only picked from). One that has not is a benchmark: in use each would
+    get something else."""
     made = set().union(*(op.fills for op in trace.earlier))
-    return any(
-        (spec.device == "cpu" and spec.numel > 1) or spec.storage in made
-        for op in trace.ops
-        for spec in op.inputs
-        if trace.storages[spec.storage].role is None and trace.storages[spec.storage].born == BEFORE
-    )
+    there = {number for number, each in enumerate(trace.storages) if each.role is None and each.born == BEFORE}
+    has_weights = any(storage.role == "parameters" for storage in trace.storages)
+    follows = there & made
+    for op in trace.ops:
+        if any(spec.device == "cpu" and spec.numel > 1 and spec.storage in there for spec in op.inputs):
+            return True
+        if follows.isdisjoint(op.reads):
+            continue
+        if not has_weights or any(trace.storages[number].role == "parameters" for number in op.reads):
+            return True
+        follows |= op.makes | op.fills
+    return False
 
 
 def _again(trace: Trace, earlier: Sequence[Op]) -> tuple[set[int], set[int]]:
