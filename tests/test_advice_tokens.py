@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import flopmeter
 from flopmeter import FlopMeter
 from flopmeter.trace.padding import longest_text
 
@@ -134,3 +135,29 @@ def test_a_cache_of_keys_and_values_is_priced_as_the_program_that_has_one():
 def test_a_cache_is_told_of_where_texts_grow_and_keys_are_seen():
     assert not told(generated(caches=False, appends=False), "KV cache")
     assert not told(generated(caches=False, fused=False), "KV cache")
+
+
+def from_a_script(places: object, texts: int) -> str:
+    """The report of a step that generates from a prompt of zeros, without a cache, and takes `places` of the scores."""
+    with flopmeter.cuda(H100) as device, torch.no_grad():
+        embedding, head = nn.Embedding(4000, 1024).to(device, HALF), nn.Linear(1024, 4000).to(device, HALF)
+        layer = Layer(1024, fused=True).to(device, HALF)
+        model = nn.ModuleList([embedding, layer, head])
+        model.forward = lambda ids: head(layer(embedding(ids), None, None))  # type: ignore[method-assign]
+        ids = torch.zeros(texts, 512, dtype=torch.int64, device=device)
+        for _ in range(40):
+            scores = model(ids)[:, places].flatten(1)
+            ids = torch.cat((ids, scores.argmax(-1, keepdim=True)), 1)
+        return str(device.report().step)
+
+
+def test_the_prompt_of_texts_that_grow_is_no_padding_though_it_is_one_id_again_and_again():
+    text = from_a_script(-1, texts=32)
+    assert "a KV cache" in text
+    assert "padding" not in text
+
+
+def test_a_list_of_places_in_a_step_of_a_script_is_told_to_be_a_slice():
+    text = from_a_script([-1], texts=8)
+    assert "for a list of indices a slice" in text
+    assert "pin_memory" not in text

@@ -256,6 +256,4 @@ def _in_part(storage: Storage, nbytes_at_start: int | None, ops: range, all_ops:
             is_of_forward_pass = bool(maker.module) and maker.phase in ("forward", "recompute")
     nbytes = storage.nbytes if born != BEFORE or nbytes_at_start is None else nbytes_at_start
     died = None if died is None else died - ops.start
-    return Storage(
-        nbytes, storage.device, born, died, storage.role, storage.died_inside, is_of_forward_pass, storage.is_trained
-    )
+    return replace(storage, nbytes=nbytes, born=born, died=died, is_of_forward_pass=is_of_forward_pass)

@@ -45,8 +45,10 @@ def blocking_copies(report: Report, trace: Trace) -> Iterator[Proposal]:
         report, trace, batches, "DataLoader(pin_memory=True) or .pin_memory(), and .to(device, non_blocking=True)"
     )
     yield from _not_waiting(
-        report, trace, numbers, "made on the device (torch.full, torch.where), or moved there once, outside of the loop"
-    )
+        report, trace, numbers,
+        "made on the device (torch.full, torch.where; for a list of indices a slice), or moved there once, outside of"
+        " the loop",
+    )  # fmt: skip
     again = {id(trace.ops[index]) for index in brought_again(trace)[0]}
     inside = [kernel for kernel in copies if kernel.op.module]
     made = [kernel for kernel in inside if id(kernel.op) not in again]

@@ -23,9 +23,9 @@ from flopmeter.torch_names.operators import aten
 
 @remedy
 def padding_of_all_texts(report: Report, trace: Trace) -> Iterator[Proposal]:
-    """Texts padded to more than the longest of the batch."""
+    """Texts padded to more than the longest of the batch. Texts that grow begin with a prompt, which may be one id."""
     found = max(trace.padding, key=lambda each: each.length - each.longest, default=None)
-    if found is None:
+    if found is None or _grown(trace) is not None:
         return
     ids = trace.ops[found.op].inputs[-1]
     then = priced_if_it_fits(report, shortened(trace, ids, found.longest)) if _is_clear(trace, ids) else None
