@@ -124,3 +124,34 @@ def test_a_cuda_graph_is_captured_for_each_size_of_the_inputs(lengths: tuple[int
                 net(torch.empty(length, 512, dtype=HALF))
     advice = told(meter.report(), "reduce-overhead")
     assert ("padded to a few sizes" in advice.remedy) == (len(set(lengths)) > 1)
+
+
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.layer = nn.GRUCell(512, 512), nn.GRU(512, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[1], 512)
+        for token in x:
+            state = self.cell(token, state)
+        return state
+
+
+def recurrent(call: Callable[[Cells], Callable[[Tensor], Tensor]]) -> Report:
+    with torch.device("meta"):
+        net, x = Cells().half(), torch.empty(64, 32, 512, dtype=torch.float16)
+
+    def step() -> None:
+        net.zero_grad()
+        call(net)(x).float().sum().backward()
+
+    return metered(step)
+
+
+def test_cells_in_a_loop_that_is_compiled_are_told_with_all_of_their_backward_pass() -> None:
+    """Inductor adds what a product gives to a gradient within the product (addmm), outside of the cell's module. Six
+    small ones behind the loop are left, and the call of the graph."""
+    advice = told(recurrent(torch.compile), "nn.GRU over the whole sequence")
+    mended = recurrent(lambda net: lambda x: net.layer(x)[0][-1])
+    assert advice.run_seconds_then == pytest.approx(mended.seconds, rel=0.15)

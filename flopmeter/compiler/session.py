@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import CodeType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.fx import GraphModule
@@ -63,6 +62,7 @@ _OF_COLLECTIVES = {
 
 # torch warns of hooks on all modules. They are the meter's, which a compiled call does not see (hooks_hidden).
 _WARNING_OF_HOOKS = r"(?s).*Using `torch.compile\(module\)` when there are global hooks"
+_COMPILES = "torch.compile"  # as torch itself calls it
 _WARNING_OF_TF32 = r"TensorFloat32 tensor cores .* available but not enabled"  # the report says so
 
 OnCompiledCall = Callable[[Owner], Callable[[], None]]
@@ -115,6 +115,7 @@ class Session:
         self._records_gradients = True  # whether autograd was on around the outermost of these calls
         self._hidden = ExitStack()
         self._undo = ExitStack()
+        self._until_installed = ExitStack()
         self._is_installed = self._is_called = False
         self._around: Session | None = None
 
@@ -127,10 +128,10 @@ class Session:
         if self._outermost:
             self._install()
         else:
-            self._undo.enter_context(mock.patch.object(torch, "compile", self._when_first_compiling(torch.compile)))
+            self._until_installed.enter_context(names.NOTE_USE.replaced(self._around_use(names.NOTE_USE.value)))
+            self._undo.callback(self._until_installed.close)
             if names.AROUND_CALL.loaded:  # functions may be compiled already
                 self._undo.enter_context(names.AROUND_CALL.replaced(self._when_first_called(names.AROUND_CALL.value)))
-                self._undo.enter_context(names.OPTIMIZE.replaced(self._when_first_compiling(names.OPTIMIZE.value)))
         if self._outermost:
             self._undo.enter_context(self._outermost)
         return self
@@ -163,9 +164,10 @@ class Session:
             yield f"uncounted inside of compiled kernels: {', '.join(sorted(uncounted))}"
 
     @around
-    def _when_first_compiling(self, compile_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._install()
-        return compile_(*args, **kwargs)
+    def _around_use(self, plain: Callable[[str], None], api: str) -> None:
+        if api == _COMPILES:
+            self._install()
+        plain(api)
 
     @around
     def _when_first_called(self, plain: Callable[..., Any], *args: Any) -> Any:
@@ -178,6 +180,7 @@ class Session:
         """Asks to be told of what is compiled, before the sessions around this one are: what runs in it is its own."""
         if self._is_installed:
             return
+        self._until_installed.close()
         if self._around is not None:
             self._around._install()
         self._is_installed = True

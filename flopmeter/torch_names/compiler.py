@@ -137,7 +137,9 @@ HAS_TRITON = _name("torch.utils._triton", "has_triton", "whether Dynamo takes Tr
 TRITON_KERNELS = _name(
     "torch._higher_order_ops.triton_kernel_wrap", "kernel_side_table", "the program's Triton kernels, by number"
 )
-OPTIMIZE = _name("torch._dynamo", "optimize", "where torch.compile begins, by whatever name the program knows it")
+NOTE_USE = _name(
+    "torch._C", "_log_api_usage_once", "told of each use of torch.compile, by whatever name the program knows it"
+)
 AROUND_CALL = _name("torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after compiled calls")
 
 

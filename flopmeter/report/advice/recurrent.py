@@ -129,10 +129,16 @@ def _backward(
     if not cells:
         return {}
     module, (out, reserve) = trace.ops[cells[0]].module, kept
+    gates = set[int]().union(*(trace.ops[index].makes for index in cells))
+
+    def is_inside(op: Op) -> bool:
+        adds = op.packet is aten.addmm and not gates.isdisjoint(op.reads)  # as compiled: a product and what it adds to
+        return op.phase == "backward" and ((op.module == module and op.packet in _OF_BACKWARD) or adds)
+
     end = cells[-1]
-    while end + 1 < len(trace.ops) and _is_of_backward(trace.ops[end + 1], module):
+    while end + 1 < len(trace.ops) and is_inside(trace.ops[end + 1]):
         end += 1
-    inside = {index for index in range(cells[0], end + 1) if _is_of_backward(trace.ops[index], module)}
+    inside = {index for index in range(cells[0], end + 1) if is_inside(trace.ops[index])}
     start = cells[0]
     while is_view(trace.ops[start - 1]) and trace.ops[start - 1].phase == "backward":
         start -= 1
@@ -162,7 +168,3 @@ def _gradients(trace: Trace, loop: _Loop, cells: list[int]) -> tuple[TensorSpec,
     adds = (each for each in trace.accumulations if each.op > cells[0])
     given = {each.leaf: trace.ops[each.op].inputs[-1].storage for each in adds}
     return tuple(spec._replace(storage=given.get(spec.storage, spec.storage)) for spec in loop.weights)
-
-
-def _is_of_backward(op: Op, module: str) -> bool:
-    return op.phase == "backward" and op.module == module and op.packet in _OF_BACKWARD
